@@ -1,0 +1,30 @@
+# Thin: every target is one line into tools/. `make help` lists the verbs.
+PYTHON ?= python3
+DEVICE ?= cpu
+TOOLS = $(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools
+
+.PHONY: help status fetch apply build doctor serve export check test test-fast bench
+
+help:
+	@$(TOOLS) --help
+
+status fetch doctor export check:
+	@$(TOOLS) $@ $(ARGS)
+
+apply:
+	@$(TOOLS) apply $(if $(FORCE),--force) $(ARGS)
+
+build:
+	@$(TOOLS) build --device $(DEVICE) $(ARGS)
+
+serve:
+	@$(TOOLS) serve $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) -- $(ARGS)
+
+test:
+	@$(TOOLS) test $(ARGS)
+
+test-fast:
+	@$(TOOLS) test --fast $(ARGS)
+
+bench:
+	@$(TOOLS) bench $(ARGS)

@@ -1,0 +1,1 @@
+"""The workshop: keeps, applies, builds, tests and exports the patch series."""

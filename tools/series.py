@@ -1,0 +1,468 @@
+"""The patch series on disk, and the commits it stands for.
+
+A patch is one slug: a mail `patches/<slug>.patch` with hunks on files that exist,
+facts about it in `patches/<slug>.toml`, and new files under `overlay/`. `assemble`
+makes one commit of each; `mail_of` is its inverse, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tools.errors import WorkshopError
+from tools.git import COMMITTER_EMAIL, COMMITTER_NAME, Git, GitError
+from tools.layout import Layout
+
+SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+_FIELDS: dict[str, type] = {
+    "why": str,
+    "removal": str,
+    "depends_on": list,
+    "test_depends_on": list,
+    "overlay": list,
+    "upstream": list,
+    "tests": list,
+}
+_REQUIRED = ("why", "removal", "tests")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Facts of one patch, from its `.toml`.
+
+    Attributes:
+        why: What is wrong or missing without the patch.
+        removal: When the patch can be dropped.
+        depends_on: Slugs whose code this one's code needs.
+        test_depends_on: Further slugs that its tests need on a CPU.
+        overlay: New files that it owns, as paths in vLLM's tree.
+        upstream: Known issues and pull requests, e.g. `#54478`.
+        tests: Arguments for pytest, run in the patched tree.
+    """
+
+    why: str
+    removal: str
+    depends_on: tuple[str, ...] = ()
+    test_depends_on: tuple[str, ...] = ()
+    overlay: tuple[str, ...] = ()
+    upstream: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Patch:
+    slug: str
+    mail: Path
+    meta_file: Path
+    meta: Meta
+
+
+@dataclass(frozen=True)
+class Series:
+    """All patches, in the order in which they are applied."""
+
+    layout: Layout
+    patches: tuple[Patch, ...]
+
+    def __getitem__(self, slug: str) -> Patch:
+        for patch in self.patches:
+            if patch.slug == slug:
+                return patch
+        known = ", ".join(patch.slug for patch in self.patches)
+        raise WorkshopError(f"No patch is named {slug!r}.", f"The series has: {known}.")
+
+    @property
+    def slugs(self) -> tuple[str, ...]:
+        return tuple(patch.slug for patch in self.patches)
+
+    def closure(self, slug: str, tests: bool = False) -> tuple[Patch, ...]:
+        """`slug` and what it depends on, in series order.
+
+        Args:
+            tests: Also what its tests need (`test_depends_on`).
+        """
+        wanted: set[str] = set()
+        queue = [slug]
+        if tests:
+            queue += self[slug].meta.test_depends_on
+        while queue:
+            name = queue.pop()
+            if name not in wanted:
+                wanted.add(name)
+                queue += self[name].meta.depends_on
+        return tuple(patch for patch in self.patches if patch.slug in wanted)
+
+    def digest(self, base: str) -> str:
+        """Hash of all that decides the tip: base tree, order, mails, overlay.
+
+        Prose in the metadata does not count.
+        """
+        digest = hashlib.sha256(base.encode())
+        for patch in self.patches:
+            digest.update(f"\0{patch.slug}\0".encode())
+            digest.update(hashlib.sha256(patch.mail.read_bytes()).digest())
+            for name in sorted(patch.meta.overlay):
+                source = self.layout.overlay / name
+                digest.update(f"\0{name}\0{_mode(source)}\0".encode())
+                digest.update(hashlib.sha256(source.read_bytes()).digest())
+        return digest.hexdigest()
+
+
+def load_series(layout: Layout) -> Series:
+    """Read order, mails and metadata.
+
+    Raises:
+        WorkshopError: Something is missing, unknown or malformed. All problems are
+            in one report.
+    """
+    problems: list[str] = []
+    patches: list[Patch] = []
+    for slug in read_order(layout, problems):
+        mail = layout.patches / f"{slug}.patch"
+        meta_file = layout.patches / f"{slug}.toml"
+        missing = [path for path in (mail, meta_file) if not path.is_file()]
+        problems += [f"{layout.relative(path)} is missing." for path in missing]
+        if missing:
+            continue
+        meta = _read_meta(meta_file, layout, problems)
+        if meta is not None:
+            patches.append(Patch(slug, mail, meta_file, meta))
+    problems += _cross_problems(layout, patches)
+    if problems:
+        raise WorkshopError(
+            f"The series has {len(problems)} problem(s).",
+            "\n".join(problems),
+            "Mend the files named above; `make check` shows the whole report.",
+        )
+    return Series(layout, tuple(patches))
+
+
+def read_order(layout: Layout, problems: list[str]) -> list[str]:
+    """Slugs of `patches/series`, in order; problems are added to the list."""
+    try:
+        lines = layout.series.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        problems.append(f"{layout.relative(layout.series)} is missing.")
+        return []
+    slugs: list[str] = []
+    for number, line in enumerate(lines, 1):
+        slug = line.split("#", 1)[0].strip()
+        if not slug:
+            continue
+        where = f"{layout.relative(layout.series)}:{number}"
+        if not SLUG.fullmatch(slug):
+            problems.append(
+                f"{where}: {slug!r} is not a slug (small letters, digits, hyphens)."
+            )
+        elif slug in slugs:
+            problems.append(f"{where}: {slug} is listed twice.")
+        else:
+            slugs.append(slug)
+    return slugs
+
+
+def _read_meta(path: Path, layout: Layout, problems: list[str]) -> Meta | None:
+    where = layout.relative(path)
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(f"{where}: not valid TOML: {error}")
+        return None
+    before = len(problems)
+    for key, value in data.items():
+        kind = _FIELDS.get(key)
+        if kind is None:
+            problems.append(
+                f"{where}: unknown field {key!r}; known: {', '.join(_FIELDS)}."
+            )
+        elif not isinstance(value, kind):
+            problems.append(f"{where}: {key} must be a {kind.__name__}.")
+        elif kind is list and not all(isinstance(entry, str) for entry in value):
+            problems.append(f"{where}: {key} must be a list of strings.")
+    problems += [
+        f"{where}: {key} is missing or empty."
+        for key in _REQUIRED
+        if key not in data or not data[key]
+    ]
+    if len(problems) > before:
+        return None
+    return Meta(
+        **{
+            key: tuple(value) if isinstance(value, list) else value.strip()
+            for key, value in data.items()
+        }
+    )
+
+
+def _cross_problems(layout: Layout, patches: Sequence[Patch]) -> list[str]:
+    problems: list[str] = []
+    order = {patch.slug: at for at, patch in enumerate(patches)}
+    owner: dict[str, str] = {}
+    for at, patch in enumerate(patches):
+        where = layout.relative(patch.meta_file)
+        for kind in ("depends_on", "test_depends_on"):
+            for name in getattr(patch.meta, kind):
+                if name not in order:
+                    problems.append(f"{where}: {kind} names {name!r}, no such patch.")
+                elif kind == "depends_on" and order[name] >= at:
+                    problems.append(
+                        f"{where}: depends_on names {name}, which comes later."
+                    )
+        for name in patch.meta.overlay:
+            pure = PurePosixPath(name)
+            if pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+                problems.append(f"{where}: overlay path {name!r} is not a plain path.")
+            elif name in owner:
+                problems.append(
+                    f"{where}: overlay/{name} is already owned by {owner[name]}."
+                )
+            elif not (layout.overlay / name).is_file():
+                problems.append(f"{where}: overlay/{name} is missing.")
+            owner.setdefault(name, patch.slug)
+    return problems
+
+
+def _mode(path: Path) -> str:
+    if path.is_symlink():
+        return "120000"
+    return "100755" if path.stat().st_mode & 0o100 else "100644"
+
+
+@dataclass(frozen=True)
+class Mail:
+    """What a patch mail says besides its hunks."""
+
+    author: str
+    email: str
+    date: str
+    message: str
+
+
+def read_mail(git: Git, path: Path) -> Mail:
+    """Author, date and message of a mail; `[Tags]` of the subject are kept.
+
+    Raises:
+        WorkshopError: It is not a mail with author, date and subject.
+    """
+    body = Path(git.cwd) / "mail-body"
+    info = git(
+        "mailinfo",
+        "-b",
+        "--encoding=UTF-8",
+        "--no-scissors",
+        "--no-message-id",
+        str(body),
+        str(Path(git.cwd) / "mail-patch"),
+        stdin=path.read_bytes(),
+    )
+    fields = dict(line.split(": ", 1) for line in info.splitlines() if ": " in line)
+    missing = [
+        key for key in ("Author", "Email", "Subject", "Date") if not fields.get(key)
+    ]
+    if missing:
+        raise WorkshopError(
+            f"{path} is not a git-format-patch mail.",
+            f"It has no {', '.join(missing)}.",
+        )
+    text = body.read_text(encoding="utf-8").strip("\n")
+    message = fields["Subject"] + "\n" + (f"\n{text}\n" if text else "")
+    return Mail(fields["Author"], fields["Email"], fields["Date"], message)
+
+
+def assemble(
+    git: Git,
+    base: str,
+    patches: Iterable[Patch],
+    overlay: Path,
+    on_patch: Callable[[str], None] = lambda slug: None,
+) -> dict[str, str]:
+    """Make one commit per patch on top of `base`.
+
+    Works in the object store and a private index only: no file of any tree is
+    touched. The commits are the same on every machine.
+
+    Args:
+        git: From `tools.git.scratch`.
+        base: Commit to start from.
+        on_patch: Called with each slug before it is applied.
+
+    Returns:
+        Commit of each slug, in order.
+
+    Raises:
+        WorkshopError: A patch does not apply, or an overlay file exists already;
+            names the slug and the files.
+    """
+    git("read-tree", base)
+    tip = base
+    commits: dict[str, str] = {}
+    for patch in patches:
+        on_patch(patch.slug)
+        mail = read_mail(git, patch.mail)
+        if b"\ndiff --git " in patch.mail.read_bytes():
+            try:
+                git("apply", "--cached", "--whitespace=nowarn", str(patch.mail))
+            except GitError as error:
+                raise WorkshopError(
+                    f"Patch {patch.slug} does not apply.",
+                    error.stderr.strip(),
+                    "It was made for another base, or a patch before it changed. "
+                    "Mend the hunks and run again.",
+                ) from None
+        _add_overlay(git, patch, overlay)
+        tree = git("write-tree")
+        tip = commit_tree(git, tree, tip, mail)
+        commits[patch.slug] = tip
+    return commits
+
+
+def commit_tree(git: Git, tree: str, parent: str, mail: Mail) -> str:
+    """Commit with the mail's author and message and the series' fixed committer."""
+    return git(
+        "commit-tree",
+        tree,
+        "-p",
+        parent,
+        stdin=mail.message,
+        env={
+            "GIT_AUTHOR_NAME": mail.author,
+            "GIT_AUTHOR_EMAIL": mail.email,
+            "GIT_AUTHOR_DATE": mail.date,
+            "GIT_COMMITTER_NAME": COMMITTER_NAME,
+            "GIT_COMMITTER_EMAIL": COMMITTER_EMAIL,
+            "GIT_COMMITTER_DATE": mail.date,
+        },
+    )
+
+
+def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
+    if not patch.meta.overlay:
+        return
+    taken = git("ls-files", "--", *patch.meta.overlay).splitlines()
+    if taken:
+        raise WorkshopError(
+            f"Overlay files of {patch.slug} exist already in the tree before it.",
+            "\n".join(taken),
+            "Turn them into hunks of the patch, or move them.",
+        )
+    entries = []
+    for name in patch.meta.overlay:
+        source = overlay / name
+        data = (
+            str(source.readlink()).encode()
+            if source.is_symlink()
+            else source.read_bytes()
+        )
+        blob = git("hash-object", "-w", "--stdin", "--no-filters", stdin=data)
+        entries.append(f"{_mode(source)} {blob}\t{name}")
+    git("update-index", "--add", "--index-info", stdin="\n".join(entries) + "\n")
+
+
+@dataclass(frozen=True)
+class Added:
+    """A file that a commit adds."""
+
+    path: str
+    mode: str
+    data: bytes
+
+
+def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
+    """The mail of a commit and the files that it adds, which the mail leaves out.
+
+    Args:
+        git: From `tools.git.scratch`.
+
+    Returns:
+        Bytes of `patches/<slug>.patch`, and the files for `overlay/`.
+    """
+    added = []
+    for line in _raw_diff(git, commit):
+        mode, blob, status, path = line
+        if status == "A":
+            added.append((path, mode, blob))
+    data = git.blobs([blob for _, _, blob in added])
+    files = [
+        Added(path, mode, content)
+        for (path, mode, _), content in zip(added, data, strict=True)
+    ]
+    # The same commit without its new files; its own mail is what we want.
+    git("read-tree", commit)
+    if added:
+        git(
+            "update-index",
+            "--index-info",
+            stdin="".join(f"0 {'0' * 40}\t{path}\n" for path, _, _ in added),
+        )
+    tree = git("write-tree")
+    show = git(
+        "show",
+        "-s",
+        "--no-notes",
+        "--format=%an%x00%ae%x00%ad%x00%B",
+        "--date=rfc2822",
+        commit,
+    )
+    author, email, date, message = show.split("\0", 3)
+    hunks = commit_tree(
+        git, tree, git("rev-parse", f"{commit}^"), Mail(author, email, date, message)
+    )
+    mail = git.raw(
+        "format-patch",
+        "-1",
+        "--stdout",
+        "--always",
+        "--no-stat",
+        "--patch",
+        "--full-index",
+        "--binary",
+        "--zero-commit",
+        "--no-signature",
+        "--no-attach",
+        "--no-thread",
+        "--no-notes",
+        "--no-base",
+        "--no-cover-letter",
+        "--no-to",
+        "--no-cc",
+        "--no-add-header",
+        "--no-signoff",
+        "--no-numbered",
+        "--subject-prefix=PATCH",
+        "--no-encode-email-headers",
+        "--no-renames",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-color",
+        "--no-indent-heuristic",
+        "--unified=3",
+        "--inter-hunk-context=0",
+        "--src-prefix=a/",
+        "--dst-prefix=b/",
+        f"-O{os.devnull}",
+        hunks,
+    )
+    return mail, files
+
+
+def _raw_diff(git: Git, commit: str) -> list[tuple[str, str, str, str]]:
+    """(mode, blob, status, path) of each file that a commit changes."""
+    out = git(
+        "diff-tree", "-r", "-z", "--no-commit-id", "--no-renames", f"{commit}^", commit
+    )
+    fields = out.split("\0")
+    rows = []
+    for meta, path in zip(fields[::2], fields[1::2], strict=False):
+        if not meta:
+            continue
+        _, mode, _, blob, status = meta.split()
+        rows.append((mode, blob, status[0], path))
+    return rows
