@@ -27,7 +27,7 @@ def wanted() -> str:
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036
         print(
             f"error: Python {sys.version.split()[0]} is too old; the workshop needs "
             "3.11 or newer.\n   do: make PYTHON=python3.11 ...",
