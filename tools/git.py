@@ -35,6 +35,7 @@ _OVERRIDES = {
     "core.ignoreCase": "false",
     "core.quotePath": "false",
     "core.safecrlf": "false",
+    "core.splitIndex": "false",
     "core.symlinks": "true",
     "core.untrackedCache": "false",
     "diff.algorithm": "myers",
@@ -76,6 +77,7 @@ def hermetic_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_CONFIG_SYSTEM": os.devnull,
         "GIT_EDITOR": "true",
+        "GIT_NO_REPLACE_OBJECTS": "1",
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_PAGER": "cat",
         "GIT_TERMINAL_PROMPT": "0",
@@ -210,6 +212,25 @@ def scratch(repo: Path) -> Iterator[Git]:
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def on_worktree(private: Git, repo: Path) -> Git:
+    """Git on the files and the index of `repo`, else as private as `scratch`.
+
+    Refs other than a detached HEAD are not seen: name commits by hash.
+
+    Args:
+        private: From `scratch(repo)`.
+    """
+    return Git(
+        repo,
+        {
+            "GIT_DIR": str(repo / ".git"),
+            "GIT_COMMON_DIR": private.env["GIT_DIR"],
+            "GIT_OBJECT_DIRECTORY": private.env["GIT_OBJECT_DIRECTORY"],
+            "GIT_WORK_TREE": str(repo),
+        },
+    )
 
 
 def remove_scratch(parent: Path) -> None:
