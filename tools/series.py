@@ -110,9 +110,9 @@ class Series:
             digest.update(f"\0{patch.slug}\0".encode())
             digest.update(hashlib.sha256(patch.mail.read_bytes()).digest())
             for name in sorted(patch.meta.overlay):
-                source = self.layout.overlay / name
-                digest.update(f"\0{name}\0{_mode(source)}\0".encode())
-                digest.update(hashlib.sha256(source.read_bytes()).digest())
+                mode, data = read_overlay(self.layout.overlay / name)
+                digest.update(f"\0{name}\0{mode}\0".encode())
+                digest.update(hashlib.sha256(data).digest())
         return digest.hexdigest()
 
 
@@ -123,9 +123,26 @@ def load_series(layout: Layout) -> Series:
         WorkshopError: Something is missing, unknown or malformed. All problems are
             in one report.
     """
+    series, problems = scan_series(layout)
+    if problems:
+        raise WorkshopError(
+            f"The series has {len(problems)} problem(s).",
+            "\n".join(problems),
+            "Mend the files named above; `make check` shows the whole report.",
+        )
+    return series
+
+
+def scan_series(layout: Layout) -> tuple[Series, list[str]]:
+    """What can be read of the series, and all that is wrong with it.
+
+    A patch is left out if its mail or metadata is missing or cannot be read, not if
+    a required field is still empty.
+    """
     problems: list[str] = []
     patches: list[Patch] = []
-    for slug in read_order(layout, problems):
+    slugs = read_order(layout, problems)
+    for slug in slugs:
         mail = layout.patches / f"{slug}.patch"
         meta_file = layout.patches / f"{slug}.toml"
         missing = [path for path in (mail, meta_file) if not path.is_file()]
@@ -135,14 +152,8 @@ def load_series(layout: Layout) -> Series:
         meta = _read_meta(meta_file, layout, problems)
         if meta is not None:
             patches.append(Patch(slug, mail, meta_file, meta))
-    problems += _cross_problems(layout, patches)
-    if problems:
-        raise WorkshopError(
-            f"The series has {len(problems)} problem(s).",
-            "\n".join(problems),
-            "Mend the files named above; `make check` shows the whole report.",
-        )
-    return Series(layout, tuple(patches))
+    problems += _cross_problems(layout, patches, slugs)
+    return Series(layout, tuple(patches)), problems
 
 
 def read_order(layout: Layout, problems: list[str]) -> list[str]:
@@ -177,6 +188,7 @@ def _read_meta(path: Path, layout: Layout, problems: list[str]) -> Meta | None:
         problems.append(f"{where}: not valid TOML: {error}")
         return None
     before = len(problems)
+    fields: dict[str, Any] = dict.fromkeys(_REQUIRED, "") | {"tests": ()}
     for key, value in data.items():
         kind = _FIELDS.get(key)
         if kind is None:
@@ -187,32 +199,30 @@ def _read_meta(path: Path, layout: Layout, problems: list[str]) -> Meta | None:
             problems.append(f"{where}: {key} must be a {kind.__name__}.")
         elif kind is list and not all(isinstance(entry, str) for entry in value):
             problems.append(f"{where}: {key} must be a list of strings.")
+        else:
+            fields[key] = tuple(value) if isinstance(value, list) else value.strip()
+    meta = Meta(**fields) if len(problems) == before else None
     problems += [
         f"{where}: {key} is missing or empty."
         for key in _REQUIRED
-        if key not in data or not data[key]
+        if key not in data or not fields[key]
     ]
-    if len(problems) > before:
-        return None
-    return Meta(
-        **{
-            key: tuple(value) if isinstance(value, list) else value.strip()
-            for key, value in data.items()
-        }
-    )
+    return meta
 
 
-def _cross_problems(layout: Layout, patches: Sequence[Patch]) -> list[str]:
+def _cross_problems(
+    layout: Layout, patches: Sequence[Patch], slugs: Sequence[str]
+) -> list[str]:
     problems: list[str] = []
-    order = {patch.slug: at for at, patch in enumerate(patches)}
+    order = {slug: at for at, slug in enumerate(slugs)}
     owner: dict[str, str] = {}
-    for at, patch in enumerate(patches):
+    for patch in patches:
         where = layout.relative(patch.meta_file)
         for kind in ("depends_on", "test_depends_on"):
             for name in getattr(patch.meta, kind):
                 if name not in order:
                     problems.append(f"{where}: {kind} names {name!r}, no such patch.")
-                elif kind == "depends_on" and order[name] >= at:
+                elif kind == "depends_on" and order[name] >= order[patch.slug]:
                     problems.append(
                         f"{where}: depends_on names {name}, which comes later."
                     )
@@ -224,16 +234,23 @@ def _cross_problems(layout: Layout, patches: Sequence[Patch]) -> list[str]:
                 problems.append(
                     f"{where}: overlay/{name} is already owned by {owner[name]}."
                 )
-            elif not (layout.overlay / name).is_file():
+            elif not _is_overlay_file(layout.overlay / name):
                 problems.append(f"{where}: overlay/{name} is missing.")
             owner.setdefault(name, patch.slug)
     return problems
 
 
-def _mode(path: Path) -> str:
+def _is_overlay_file(path: Path) -> bool:
+    # A link's target is a path in vLLM's tree: it need not exist in overlay/.
+    return path.is_symlink() or path.is_file()
+
+
+def read_overlay(path: Path) -> tuple[str, bytes]:
+    """Git's mode and content of a file of the overlay; a link's is its target."""
     if path.is_symlink():
-        return "120000"
-    return "100755" if path.stat().st_mode & 0o100 else "100644"
+        return "120000", os.fsencode(path.readlink())
+    executable = path.stat().st_mode & 0o100
+    return "100755" if executable else "100644", path.read_bytes()
 
 
 @dataclass(frozen=True)
@@ -263,7 +280,7 @@ def read_mail(git: Git, path: Path) -> Mail:
         str(Path(git.cwd) / "mail-patch"),
         stdin=path.read_bytes(),
     )
-    fields = dict(line.split(": ", 1) for line in info.splitlines() if ": " in line)
+    fields = dict(line.split(": ", 1) for line in info.split("\n") if ": " in line)
     missing = [
         key for key in ("Author", "Email", "Subject", "Date") if not fields.get(key)
     ]
@@ -272,9 +289,28 @@ def read_mail(git: Git, path: Path) -> Mail:
             f"{path} is not a git-format-patch mail.",
             f"It has no {', '.join(missing)}.",
         )
-    text = body.read_text(encoding="utf-8").strip("\n")
+    try:
+        text = body.read_bytes().decode("utf-8").strip("\n")
+    except UnicodeDecodeError as error:
+        raise WorkshopError(
+            f"{path}: the message is not UTF-8.",
+            str(error),
+            "Write it again in UTF-8.",
+        ) from None
     message = fields["Subject"] + "\n" + (f"\n{text}\n" if text else "")
-    return Mail(fields["Author"], fields["Email"], fields["Date"], message)
+    return Mail(_author(path, fields), fields["Email"], fields["Date"], message)
+
+
+def _author(path: Path, fields: dict[str, str]) -> str:
+    """The author's name; git puts the address for one that it finds odd."""
+    if fields["Author"] != fields["Email"]:
+        return fields["Author"]
+    head = path.read_bytes().split(b"\n\n", 1)[0].decode("utf-8", "replace")
+    match = re.search(r"^From: (.*?) ?<[^<>]*>$", head, re.MULTILINE)
+    name = match[1].strip() if match else ""
+    if name.startswith('"') and name.endswith('"'):
+        name = re.sub(r"\\(.)", r"\1", name[1:-1])
+    return name or fields["Author"]
 
 
 def assemble(
@@ -346,7 +382,9 @@ def commit_tree(git: Git, tree: str, parent: str, mail: Mail) -> str:
 def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
     if not patch.meta.overlay:
         return
-    taken = git("ls-files", "--", *patch.meta.overlay).splitlines()
+    taken = git(
+        "--literal-pathspecs", "ls-files", "-z", "--", *patch.meta.overlay
+    ).split("\0")[:-1]
     if taken:
         raise WorkshopError(
             f"Overlay files of {patch.slug} exist already in the tree before it.",
@@ -355,15 +393,14 @@ def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
         )
     entries = []
     for name in patch.meta.overlay:
-        source = overlay / name
-        data = (
-            str(source.readlink()).encode()
-            if source.is_symlink()
-            else source.read_bytes()
-        )
+        mode, data = read_overlay(overlay / name)
         blob = git("hash-object", "-w", "--stdin", "--no-filters", stdin=data)
-        entries.append(f"{_mode(source)} {blob}\t{name}")
-    git("update-index", "--add", "--index-info", stdin="\n".join(entries) + "\n")
+        entries.append(f"{mode} {blob}\t{name}\0")
+    git("update-index", "--add", "-z", "--index-info", stdin="".join(entries))
+
+
+# A renamed file stays a hunk: the overlay holds no text of upstream's.
+_RENAMES = ("--find-renames=50%", "-l1000")
 
 
 @dataclass(frozen=True)
@@ -385,22 +422,23 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
         Bytes of `patches/<slug>.patch`, and the files for `overlay/`.
     """
     added = []
-    for line in _raw_diff(git, commit):
+    for line in raw_diff(git, commit):
         mode, blob, status, path = line
         if status == "A":
             added.append((path, mode, blob))
-    data = git.blobs([blob for _, _, blob in added])
+    contents = git.blobs([blob for _, _, blob in added])
     files = [
         Added(path, mode, content)
-        for (path, mode, _), content in zip(added, data, strict=True)
+        for (path, mode, _), content in zip(added, contents, strict=True)
     ]
     # The same commit without its new files; its own mail is what we want.
     git("read-tree", commit)
     if added:
         git(
             "update-index",
+            "-z",
             "--index-info",
-            stdin="".join(f"0 {'0' * 40}\t{path}\n" for path, _, _ in added),
+            stdin="".join(f"0 {'0' * 40}\t{path}\0" for path, _, _ in added),
         )
     tree = git("write-tree")
     show = git(
@@ -412,10 +450,9 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
         commit,
     )
     author, email, date, message = show.split("\0", 3)
-    hunks = commit_tree(
-        git, tree, git("rev-parse", f"{commit}^"), Mail(author, email, date, message)
-    )
-    mail = git.raw(
+    mail = Mail(author, email, date, message.strip("\n") + "\n")
+    hunks = commit_tree(git, tree, git("rev-parse", f"{commit}^"), mail)
+    data = git.raw(
         "format-patch",
         "-1",
         "--stdout",
@@ -438,7 +475,7 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
         "--no-numbered",
         "--subject-prefix=PATCH",
         "--no-encode-email-headers",
-        "--no-renames",
+        *_RENAMES,
         "--no-ext-diff",
         "--no-textconv",
         "--no-color",
@@ -450,19 +487,20 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
         f"-O{os.devnull}",
         hunks,
     )
-    return mail, files
+    return data, files
 
 
-def _raw_diff(git: Git, commit: str) -> list[tuple[str, str, str, str]]:
+def raw_diff(git: Git, commit: str) -> list[tuple[str, str, str, str]]:
     """(mode, blob, status, path) of each file that a commit changes."""
     out = git(
-        "diff-tree", "-r", "-z", "--no-commit-id", "--no-renames", f"{commit}^", commit
+        "diff-tree", "-r", "-z", "--no-commit-id", *_RENAMES, f"{commit}^", commit
     )
-    fields = out.split("\0")
+    fields = iter(out.split("\0")[:-1])
     rows = []
-    for meta, path in zip(fields[::2], fields[1::2], strict=False):
-        if not meta:
-            continue
+    for meta in fields:
         _, mode, _, blob, status = meta.split()
+        path = next(fields)
+        if status[0] == "R":
+            path = next(fields)
         rows.append((mode, blob, status[0], path))
     return rows
