@@ -26,15 +26,9 @@ from tools.state import (
     read_refs,
     refuse_edits,
 )
-from tools.switch import (
-    Entry,
-    Journal,
-    Switch,
-    index_versions,
-    tree_versions,
-    write_durably,
-)
+from tools.switch import Entry, Journal, Switch, write_durably
 from tools.ui import say, step
+from tools.versions import index_versions, tree_versions
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from tools.layout import Layout
 from tools.lock import hold
 from tools.pin import Pin, load_pin
 from tools.state import BASE_REF, BRANCH, base_commit, base_object, find_foreign
-from tools.switch import tree_versions
 from tools.ui import say, step
+from tools.versions import tree_versions
 
 _TEMPORARY = ".fetch-"
 _VERSION_FILE = "vllm/_version.py"

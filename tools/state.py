@@ -16,6 +16,7 @@ from tools.git import COMMITTER_EMAIL, COMMITTER_NAME, Git, on_worktree, scratch
 from tools.layout import Layout
 from tools.pin import Pin, load_pin
 from tools.series import Series, load_series
+from tools.versions import file_version, index_versions
 
 BRANCH = "series"
 BASE_REF = "refs/workshop/base"
@@ -239,9 +240,7 @@ def find_edits(worktree: Git, refs: Refs) -> Edits:
         log = ("log", "--no-decorate", "--format=%h %s", *tops, "--not", *known)
         commits = worktree(*log).splitlines()
     return Edits(
-        modified=names(
-            "diff", "--name-only", "-z", "--no-ext-diff", "--no-renames", "--"
-        ),
+        modified=_modified(worktree),
         staged=names(
             "diff-index",
             "--cached",
@@ -254,6 +253,24 @@ def find_edits(worktree: Git, refs: Refs) -> Edits:
         untracked=names("ls-files", "--others", "--exclude-standard", *extra, "-z"),
         commits=tuple(commits),
         branch=None if refs.branch in (BRANCH, None) else refs.branch,
+    )
+
+
+def _modified(worktree: Git) -> tuple[str, ...]:
+    """Tracked files that differ from the index in more than their stat data.
+
+    `git diff` would tell, but writes the index when stat data differs.
+    """
+    out = worktree("diff-files", "--name-only", "-z", "--no-renames", "--")
+    suspects = sorted({name for name in out.split("\0") if name})
+    if not suspects:
+        return ()
+    index = index_versions(worktree)
+    return tuple(
+        name
+        for name in suspects
+        if file_version(worktree.cwd / name) != index.get(name)
+        or name not in index  # In conflict.
     )
 
 

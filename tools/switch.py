@@ -7,7 +7,6 @@ a path that is neither as before nor as after is the user's and stops it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -30,14 +29,12 @@ from tools.state import (
     stamp_file,
 )
 from tools.ui import say
+from tools.versions import Version, file_version, index_versions
 
 # Seconds to wait for a lock of git that another process may hold.
 LOCK_WAIT = 3.0
 # Content of a lock that is ours; git's own are empty or hold an index.
 _LOCK_MARK = b"make apply\n"
-
-# (mode, blob) of a file; None where there is none.
-Version = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -118,29 +115,6 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def tree_versions(git: Git, tree: str) -> dict[str, tuple[str, str]]:
-    """Mode and blob of each file of a tree."""
-    found = {}
-    for row in git("ls-tree", "-r", "-z", "--full-tree", tree).split("\0"):
-        if row:
-            facts, path = row.split("\t", 1)
-            mode, _, blob = facts.split()
-            found[path] = (mode, blob)
-    return found
-
-
-def index_versions(git: Git) -> dict[str, tuple[str, str]]:
-    """Mode and blob of each entry of the index that is not in conflict."""
-    found = {}
-    for row in git("ls-files", "--stage", "-z").split("\0"):
-        if row:
-            facts, path = row.split("\t", 1)
-            mode, blob, stage = facts.split()
-            if stage == "0":
-                found[path] = (mode, blob)
-    return found
 
 
 class Switch:
@@ -240,17 +214,9 @@ class Switch:
         for parent in target.relative_to(self.tree).parents:
             if (self.tree / parent).is_symlink():
                 return ("other", "")
-        try:
-            if target.is_symlink():
-                data, mode = os.fsencode(target.readlink()), "120000"
-            elif target.is_dir():
-                return self._directory(target)
-            else:
-                data = target.read_bytes()
-                mode = "100755" if target.stat().st_mode & 0o100 else "100644"
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return (mode, hashlib.sha1(b"blob %d\0%s" % (len(data), data)).hexdigest())
+        if target.is_dir() and not target.is_symlink():
+            return self._directory(target)
+        return file_version(target)
 
     def _directory(self, target: Path) -> Version:
         """A folder where a file shall be: in the way unless the switch empties it."""

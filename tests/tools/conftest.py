@@ -20,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.apply import apply
+from tools.fetch import fetch
 from tools.git import Git, scratch
 from tools.layout import Layout
-from tools.pin import load_pin, pin_with_tip_tree
-from tools.series import Mail, assemble, commit_tree, load_series, mail_of
+from tools.pin import pin_with_tip_tree
+from tools.series import Mail, commit_tree, mail_of
 
 VERSION = "0.30.0"
 UPSTREAM_COMMIT = "ced6857afa0ea7b2e3f0846a62e1394e90f15607"
@@ -240,9 +242,9 @@ def _templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         _make_template(folder / "bare")
         shutil.copytree(folder / "bare", folder / "fetched", symlinks=True)
-        _fetch(Layout(folder / "fetched"))
+        fetch(Layout(folder / "fetched"))
         shutil.copytree(folder / "fetched", folder / "applied", symlinks=True)
-        _apply(Layout(folder / "applied"))
+        apply(Layout(folder / "applied"))
     finally:
         if cache is not None:
             os.environ["VLLM_AFD_CACHE"] = cache
@@ -338,48 +340,6 @@ def _mtimes(folder: Path) -> Iterator[tuple[str, int]]:
     for path in sorted(folder.rglob("*")):
         if not path.is_dir() or path.is_symlink():
             yield str(path.relative_to(folder)), path.lstat().st_mtime_ns
-
-
-def _fetch(layout: Layout) -> None:
-    tree = layout.tree
-    tree.mkdir()
-    git = Git(tree)
-    git("init", "--quiet", "--template=", "--initial-branch=series", ".")
-    for name, (mode, text) in BASE.items():
-        path = tree / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
-        path.chmod(mode)
-    git("add", "--all", "--force")
-    commit = git("commit-tree", git("write-tree"), stdin="base\n", env=_IDENTITY)
-    git("update-ref", "refs/workshop/base", commit)
-    git("update-ref", "refs/heads/series", commit)
-
-
-def _apply(layout: Layout) -> None:
-    series = load_series(layout)
-    pin = load_pin(layout.pin)
-    git = Git(layout.tree)
-    base = git("rev-parse", "refs/workshop/base")
-    with scratch(layout.tree) as private:
-        commits = assemble(private, base, series.patches, layout.overlay)
-    tip = list(commits.values())[-1]
-    git("reset", "--quiet", "--hard", tip)
-    git("update-ref", "refs/workshop/tip", tip)
-    for slug, commit in commits.items():
-        git("update-ref", f"refs/workshop/slug/{slug}", commit)
-    tree = git("rev-parse", f"{tip}^{{tree}}")
-    assert tree == pin.tip_tree
-    (layout.tree / ".git" / "workshop.json").write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "series_digest": series.digest(pin.tree),
-                "tip": tip,
-                "tip_tree": tree,
-            }
-        )
-    )
 
 
 @pytest.fixture
