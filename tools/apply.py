@@ -183,9 +183,9 @@ def _is_exported(git: Git, seen: Inspection, base: str, tip: str) -> bool:
     differ, as the committer does.
     """
     edits = seen.edits
-    if not seen.head or edits.modified or edits.staged or edits.branch:
+    if not seen.head or seen.branch != BRANCH or seen.interrupted:
         return False
-    if seen.interrupted or not edits.commits:
+    if edits.modified or edits.staged or not edits.commits:
         return False
 
     def content(top: str) -> list[str]:
