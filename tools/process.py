@@ -1,0 +1,141 @@
+"""Facts about running processes, from `/proc`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.errors import WorkshopError
+
+_LISTEN = "0A"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A process and its descendants, which are a server's engine and workers.
+
+    Attributes:
+        pid: Of the process itself.
+        command: Its command line.
+        interpreter: Its executable, links followed.
+        cwd: Its folder.
+        environ: The variables that it was started with.
+        packages: `site-packages` folders that libraries are mapped from.
+        vllm: `vllm` folders that kernels are mapped from.
+        deleted: Mapped libraries of vLLM whose file was replaced or removed.
+    """
+
+    pid: int
+    command: tuple[str, ...]
+    interpreter: str
+    cwd: str
+    environ: dict[str, str]
+    packages: tuple[Path, ...]
+    vllm: tuple[Path, ...]
+    deleted: tuple[Path, ...]
+
+
+def running(pid: int) -> Running:
+    """Look at a process.
+
+    Raises:
+        WorkshopError: There is none, or it is another user's.
+    """
+    proc = Path(f"/proc/{pid}")
+    try:
+        command = _fields(proc / "cmdline")
+        environ = dict(
+            entry.split("=", 1) for entry in _fields(proc / "environ") if "=" in entry
+        )
+        interpreter = str((proc / "exe").readlink())
+        cwd = str((proc / "cwd").readlink())
+    except (FileNotFoundError, ProcessLookupError):
+        raise WorkshopError(
+            f"There is no process {pid}.", todo="`pgrep -f vllm` lists servers."
+        ) from None
+    except PermissionError:
+        raise WorkshopError(
+            f"Process {pid} is another user's.", todo="Run this as that user."
+        ) from None
+    mapped: dict[str, bool] = {}
+    for each in (pid, *descendants(pid)):
+        mapped |= _libraries(each)
+    packages = {
+        Path(path[: match.end()])
+        for path in mapped
+        if (match := re.search(r"/lib/python3\.\d+/site-packages(?=/)", path))
+    }
+    own = {
+        Path(path): gone
+        for path, gone in mapped.items()
+        if Path(path).parent.name == "vllm"
+    }
+    return Running(
+        pid,
+        command,
+        interpreter,
+        cwd,
+        environ,
+        tuple(sorted(packages)),
+        tuple(sorted({path.parent for path in own})),
+        tuple(sorted(path for path, gone in own.items() if gone)),
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children, and so on."""
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        for children in Path(f"/proc/{queue.pop()}/task").glob("*/children"):
+            try:
+                more = [int(word) for word in children.read_text().split()]
+            except OSError:
+                continue
+            found += more
+            queue += more
+    return found
+
+
+def listener(port: int) -> int | None:
+    """A process that listens on a TCP port; None if it cannot be seen."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if fields[3] == _LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    holders = set()
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        for link in (process / "fd").glob("*"):
+            try:
+                if os.readlink(link) in inodes:  # noqa: PTH115 (not a path)
+                    holders.add(int(process.name))
+            except OSError:
+                continue
+    # A server's children may have inherited the socket: the oldest is the server.
+    return min(holders, default=None)
+
+
+def _fields(path: Path) -> tuple[str, ...]:
+    text = path.read_bytes().decode(errors="surrogateescape")
+    return tuple(entry for entry in text.split("\0") if entry)
+
+
+def _libraries(pid: int) -> dict[str, bool]:
+    """Mapped `.so` files, and whether the file is gone."""
+    found = {}
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return {}
+    for match in re.finditer(r" (/[^\n]*\.so[^\n]*)$", text, re.MULTILINE):
+        path = match[1]
+        found[path.removesuffix(" (deleted)")] = path.endswith(" (deleted)")
+    return found
