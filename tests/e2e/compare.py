@@ -1,0 +1,58 @@
+"""Equality of what two engines or servers generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# fp32, of the natural logarithm of a probability.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two results are apart.
+
+    Attributes:
+        token: (request, position) of the first token that differs, None if equal.
+        logprob: Largest difference of a logprob that both report, up to there.
+    """
+
+    token: tuple[int, int] | None
+    logprob: float
+
+    @property
+    def equal(self) -> bool:
+        return self.token is None and self.logprob <= TOLERANCE
+
+    @property
+    def identical(self) -> bool:
+        return self.token is None and self.logprob == 0
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
+    """Compare token ids and logprobs, per request and position.
+
+    Args:
+        one: `tokens`: a list of token ids per request; `logprobs`: per request and
+            position, logprobs by token, the chosen one among them.
+    """
+    counts = [[len(row) for row in result["tokens"]] for result in (one, other)]
+    if counts[0] != counts[1]:
+        raise AssertionError(f"Numbers of tokens differ: {counts[0]}, {counts[1]}.")
+    largest = 0.0
+    for request, tokens in enumerate(one["tokens"]):
+        for position, token in enumerate(tokens):
+            rows = [
+                {str(key): value for key, value in rows[request][position].items()}
+                for rows in (one["logprobs"], other["logprobs"])
+            ]
+            both = rows[0].keys() & rows[1].keys()
+            largest = max(
+                [largest, *(abs(rows[0][key] - rows[1][key]) for key in both)]
+            )
+            if other["tokens"][request][position] != token:
+                return Difference((request, position), largest)
+            if str(token) not in both:
+                raise AssertionError(f"No logprob of the chosen token {token}.")
+    return Difference(None, largest)

@@ -1,0 +1,222 @@
+"""The two environments that are compared, and how to run programs in them.
+
+`E2E_<SIDE>_PYTHON` and `E2E_<SIDE>_TREE` (SIDE: PATCHED or REFERENCE) name another
+interpreter and another source tree than those that `make build` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.layout import Layout, venv_python
+
+# Each engine computes on one thread, so that two run side by side on two cores and
+# every sum is taken in the same order.
+_COMMON_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_RUNNER_ENV = {
+    "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "v2": {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"},
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """An environment with a vLLM.
+
+    Attributes:
+        name: `patched` or `reference`.
+        python: Its interpreter.
+        tree: Source tree that it must import vLLM from.
+        override: Whether `tree` must be put before what is installed.
+    """
+
+    name: str
+    python: Path
+    tree: Path
+    override: bool = False
+
+    @classmethod
+    def find(cls, name: str, venv: Path, tree: Path) -> Side:
+        python = os.environ.get(f"E2E_{name.upper()}_PYTHON")
+        other = os.environ.get(f"E2E_{name.upper()}_TREE")
+        return cls(
+            name,
+            Path(python) if python else venv_python(venv),
+            Path(other) if other else tree,
+            override=bool(other),
+        )
+
+    def env(self, runner: str) -> dict[str, str]:
+        """Environment for a process of this side.
+
+        Args:
+            runner: Model runner, `v1` or `v2`. A CPU runs `v2` under Triton's
+                interpreter, which only the patched side can.
+        """
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLLM_", "TRITON_", "OMP_", "PYTHON"))
+        }
+        if self.override:
+            clean["PYTHONPATH"] = str(self.tree)
+        return clean | _COMMON_ENV | _RUNNER_ENV[runner]
+
+
+def patched(layout: Layout) -> Side:
+    return Side.find("patched", layout.venv, layout.tree)
+
+
+def reference(layout: Layout) -> Side:
+    return Side.find("reference", layout.base_venv, layout.base)
+
+
+class Process:
+    """A program in its own process group, its output in a log file."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # Not in a session of its own: `make test` ends all that its stage started
+        # by session, should this process be killed.
+        with log.open("wb") as output:
+            self.popen = subprocess.Popen(
+                command,
+                env=env,
+                cwd=log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def wait(self, timeout: float) -> int | None:
+        """Exit status, or None if it still runs after `timeout` seconds."""
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """End every process of the group at once."""
+        if self.members():
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(10)
+
+    def members(self) -> list[int]:
+        """Processes of the group that are still there, zombies left out."""
+        return list(_group(self.pid))
+
+    def tail(self, lines: int = 30) -> str:
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([f"... {self.log}:", *text[-lines:]])
+
+
+def _group(pgid: int) -> Iterable[int]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # pid (name) state ppid pgrp ...; the name may hold any character.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pgid and fields[0] not in "ZX":
+            yield int(entry.name)
+
+
+WORKER = Path(__file__).with_name("worker.py")
+ENGINE_OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 16,
+    "seed": 0,
+}
+DBO_OPTIONS = {
+    "enable_dbo": True,
+    "dbo_decode_token_threshold": 2,
+    "dbo_prefill_token_threshold": 2,
+}
+
+
+class Worker:
+    """tests/e2e/worker.py at work on a job.
+
+    Args:
+        side: Whose vLLM.
+        runner: `v1` or `v2`.
+        runs: What to run, as `Workload.spec` gives it, by key.
+        folder: Where job, result and log are kept.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        runner: str,
+        model: Path,
+        runs: dict[str, dict[str, Any]],
+        folder: Path,
+        dbo: bool = False,
+    ) -> None:
+        self.side, self.runner = side, runner
+        name = f"{model.name}-{side.name}-{runner}{'-dbo' if dbo else ''}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output = folder / f"{name}.result.json"
+        self.output.unlink(missing_ok=True)
+        job = folder / f"{name}.job.json"
+        job.write_text(
+            json.dumps(
+                {
+                    "model": str(model),
+                    "options": ENGINE_OPTIONS | (DBO_OPTIONS if dbo else {}),
+                    "runs": runs,
+                    "output": str(self.output),
+                }
+            )
+        )
+        self.process = Process(
+            [str(side.python), str(WORKER), str(job)],
+            side.env(runner),
+            folder / f"{name}.log",
+        )
+
+    def results(self, timeout: float = 300) -> dict[str, Any]:
+        """Results by key, once the worker has ended.
+
+        Raises:
+            RuntimeError: It failed, took too long, or ran another vLLM or another
+                model runner than was asked for.
+        """
+        try:
+            code = self.process.wait(timeout)
+        finally:
+            self.process.kill()
+        if code != 0:
+            what = "took too long" if code is None else f"ended with status {code}"
+            raise RuntimeError(f"The worker {what}.\n{self.process.tail()}")
+        report = json.loads(self.output.read_text())
+        if not Path(report["vllm"]).is_relative_to(self.side.tree.resolve()):
+            raise RuntimeError(f"{report['vllm']} is not in {self.side.tree}.")
+        # Runner modules: vllm.v1.worker.cpu_model_runner, vllm.v1.worker.cpu...
+        return report["results"]

@@ -1,0 +1,253 @@
+"""Runs workloads in one in-process engine and writes down what came out.
+
+A program of its own, `worker.py JOB.json`, so that the interpreter of the patched
+or of the unpatched environment can run it. Nothing here changes what the engine
+does, save for the faults that a negative control asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# One process: the runner can then be reached from here.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import vllm
+from vllm import LLM, SamplingParams
+
+# More tokens than any step has: never split.
+NEVER = 10**9
+# A workload takes a few dozen; more means that a request is never scheduled.
+MOST_STEPS = 500
+
+
+class Engine:
+    """One engine whose thresholds and step budget change between workloads."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        self.llm = LLM(model, **options)
+        self.engine = self.llm.llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.budget = self.scheduler.max_num_scheduled_tokens
+        # MLA on a CPU has none; a longer prompt than the budget would wait forever.
+        self.chunks = self.scheduler.scheduler_config.enable_chunked_prefill
+        worker = core.model_executor.driver_worker
+        self.runner = getattr(worker, "worker", worker).model_runner
+        self.steps = Recorder(self.runner)
+
+    def run(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Run one workload to its end.
+
+        Args:
+            spec: `prompts` (token ids), `arrivals` (engine step at which each prompt
+                is added), `max_tokens`, `budget` (tokens a step may have, or None),
+                `thresholds` (decode, prefill; None for never), `fault`.
+        """
+        budget = spec["budget"] if self.chunks else None
+        self.scheduler.max_num_scheduled_tokens = budget or self.budget
+        decode, prefill = spec["thresholds"] or (NEVER, NEVER)
+        self.runner.parallel_config.dbo_decode_token_threshold = decode
+        self.runner.parallel_config.dbo_prefill_token_threshold = prefill
+        self.steps.clear()
+        with FAULTS[spec["fault"]]():
+            outputs = self._generate(spec)
+        return {
+            "tokens": [output.token_ids for output in outputs],
+            "logprobs": [
+                [{token: entry.logprob for token, entry in row.items()} for row in rows]
+                for rows in (output.logprobs for output in outputs)
+            ],
+            "steps": self.steps.steps,
+        }
+
+    def _generate(self, spec: dict[str, Any]) -> list[Any]:
+        prompts, arrivals = spec["prompts"], spec["arrivals"]
+        params = SamplingParams(
+            max_tokens=spec["max_tokens"], temperature=0, ignore_eos=True, logprobs=5
+        )
+        outputs: dict[int, Any] = {}
+        step = 0
+        while len(outputs) < len(prompts):
+            for index, prompt in enumerate(prompts):
+                if arrivals[index] == step:
+                    self.engine.add_request(
+                        str(index), {"prompt_token_ids": prompt}, params
+                    )
+            if self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        outputs[int(output.request_id)] = output.outputs[0]
+            step += 1
+            if step > MOST_STEPS:
+                raise RuntimeError(f"No end after {MOST_STEPS} steps.")
+        return [outputs[index] for index in range(len(prompts))]
+
+
+class Recorder:
+    """Notes each step: tokens per request, whether any prefills, how it was run.
+
+    Whether a request prefills is worked out from the scheduler's output alone, so
+    that a test can judge the runner's decision to split.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._prompt: dict[str, int] = {}
+        self._computed: dict[str, int] = {}
+        self._wrap(runner, "execute_model", self._on_step)
+        # Model Runner V1 has no ubatch runner on a CPU.
+        if getattr(runner, "ubatch_runner", None) is not None:
+            from vllm.v1.worker import ubatching
+
+            self._current_ubatch = ubatching.dbo_current_ubatch_id
+            self._enabled = ubatching.dbo_enabled
+            self._wrap(runner.ubatch_runner, "prepare", None, self._on_prepare)
+            runner.model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def clear(self) -> None:
+        self.steps = []
+        self._prompt.clear()
+        self._computed.clear()
+
+    @staticmethod
+    def _wrap(
+        owner: Any,
+        name: str,
+        before: Callable[..., None] | None = None,
+        after: Callable[[Any], None] | None = None,
+    ) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if after:
+                after(result)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def _on_step(self, scheduled: Any, *_: Any, **__: Any) -> None:
+        for request in scheduled.scheduled_new_reqs:
+            self._prompt[request.req_id] = len(request.prompt_token_ids)
+            self._computed[request.req_id] = request.num_computed_tokens
+        counts = scheduled.num_scheduled_tokens
+        if not counts:
+            return
+        self.steps.append(
+            {
+                "tokens": list(counts.values()),
+                "prefill": any(
+                    self._computed[name] < self._prompt[name] for name in counts
+                ),
+                "slices": [],
+                "ran": [],
+            }
+        )
+        for name, count in counts.items():
+            self._computed[name] += count
+
+    def _on_prepare(self, state: Any) -> None:
+        if self.steps:
+            self.steps[-1]["slices"] = [
+                [
+                    part.request_slice.start,
+                    part.request_slice.stop,
+                    part.token_slice.start,
+                    int(part.token_slice.stop),
+                ]
+                for part in state.slices
+            ]
+
+    def _on_forward(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if self.steps and self._enabled():
+            rows = inputs["input_ids"].shape[0]
+            self.steps[-1]["ran"].append([self._current_ubatch(), rows])
+
+
+@contextmanager
+def _replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    from vllm.v1.worker.gpu import ubatch_utils
+
+    original = getattr(ubatch_utils, name)
+    setattr(ubatch_utils, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(ubatch_utils, name, original)
+
+
+@contextmanager
+def no_fault() -> Iterator[None]:
+    yield
+
+
+def second_seq_lens_off_by_one() -> Any:
+    """The second ubatch sees one token too few of each of its requests."""
+
+    def make(original: Any) -> Any:
+        def faulty(seq_lens: Any, out: Any, starts: Any, first: int, *rest: Any) -> Any:
+            lens = original(seq_lens, out, starts, first, *rest)
+            if first > 0:
+                lens -= 1
+            return lens
+
+        return faulty
+
+    return _replaced("_slice_seq_lens", make)
+
+
+def merged_in_wrong_order() -> Any:
+    return _replaced(
+        "merge_ubatch_outputs", lambda original: lambda parts: original(parts[::-1])
+    )
+
+
+def straddling_request_not_truncated() -> Any:
+    """The first ubatch takes the whole length of the request that is cut in two."""
+
+    def make(_: Any) -> Any:
+        def faulty(
+            seq_lens: Any, out: Any, starts: Any, first: int, last: int, stop: int
+        ) -> Any:
+            out.copy_(seq_lens[first:last])
+            return out
+
+        return faulty
+
+    return _replaced("_slice_seq_lens", make)
+
+
+FAULTS: dict[str | None, Callable[[], Any]] = {
+    None: no_fault,
+    "second_seq_lens_off_by_one": second_seq_lens_off_by_one,
+    "merged_in_wrong_order": merged_in_wrong_order,
+    "straddling_request_not_truncated": straddling_request_not_truncated,
+}
+
+
+def main(job_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    engine = Engine(job["model"], job["options"])
+    results = {}
+    for number, (key, spec) in enumerate(job["runs"].items(), 1):
+        print(f"[{number}/{len(job['runs'])}] {key}", flush=True)
+        results[key] = engine.run(spec)
+    report = {
+        "vllm": str(Path(vllm.__file__).parent),
+        "runner": type(engine.runner).__module__,
+        "results": results,
+    }
+    Path(job["output"]).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
