@@ -306,6 +306,7 @@ def _author(path: Path, fields: dict[str, str]) -> str:
     if fields["Author"] != fields["Email"]:
         return fields["Author"]
     head = path.read_bytes().split(b"\n\n", 1)[0].decode("utf-8", "replace")
+    head = re.sub(r"\n[ \t]+", " ", head)
     match = re.search(r"^From: (.*?) ?<[^<>]*>$", head, re.MULTILINE)
     name = match[1].strip() if match else ""
     if name.startswith('"') and name.endswith('"'):
@@ -421,37 +422,13 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
     Returns:
         Bytes of `patches/<slug>.patch`, and the files for `overlay/`.
     """
-    added = []
-    for line in raw_diff(git, commit):
-        mode, blob, status, path = line
-        if status == "A":
-            added.append((path, mode, blob))
-    contents = git.blobs([blob for _, _, blob in added])
+    rows = [row for row in raw_diff(git, commit) if row[2] == "A"]
+    contents = git.blobs([blob for _, blob, _, _ in rows])
     files = [
         Added(path, mode, content)
-        for (path, mode, _), content in zip(added, contents, strict=True)
+        for (mode, _, _, path), content in zip(rows, contents, strict=True)
     ]
-    # The same commit without its new files; its own mail is what we want.
-    git("read-tree", commit)
-    if added:
-        git(
-            "update-index",
-            "-z",
-            "--index-info",
-            stdin="".join(f"0 {'0' * 40}\t{path}\0" for path, _, _ in added),
-        )
-    tree = git("write-tree")
-    show = git(
-        "show",
-        "-s",
-        "--no-notes",
-        "--format=%an%x00%ae%x00%ad%x00%B",
-        "--date=rfc2822",
-        commit,
-    )
-    author, email, date, message = show.split("\0", 3)
-    mail = Mail(author, email, date, message.strip("\n") + "\n")
-    hunks = commit_tree(git, tree, git("rev-parse", f"{commit}^"), mail)
+    hunks = _without(git, commit, [file.path for file in files]) if files else commit
     data = git.raw(
         "format-patch",
         "-1",
@@ -488,6 +465,24 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
         hunks,
     )
     return data, files
+
+
+def _without(git: Git, commit: str, paths: Sequence[str]) -> str:
+    """The same commit without some files."""
+    git("read-tree", commit)
+    entries = "".join(f"0 {'0' * 40}\t{path}\0" for path in paths)
+    git("update-index", "-z", "--index-info", stdin=entries)
+    show = git(
+        "show",
+        "-s",
+        "--no-notes",
+        "--format=%an%x00%ae%x00%ad%x00%B",
+        "--date=rfc2822",
+        commit,
+    )
+    author, email, date, message = show.split("\0", 3)
+    mail = Mail(author, email, date, message.strip("\n") + "\n")
+    return commit_tree(git, git("write-tree"), f"{commit}^", mail)
 
 
 def raw_diff(git: Git, commit: str) -> list[tuple[str, str, str, str]]:
