@@ -27,7 +27,7 @@ from tools.state import (
     refuse_edits,
 )
 from tools.switch import Entry, Journal, Switch, write_durably
-from tools.ui import say, step
+from tools.ui import patches, say, step
 from tools.versions import index_versions, tree_versions
 
 
@@ -107,7 +107,7 @@ def _apply(
 
     with scratch(layout.tree) as git:
         base = base_commit(pin)
-        with step(f"Applying {len(series.patches)} patches to vLLM {pin.version}"):
+        with step(f"Applying {patches(len(series.patches))} to vLLM {pin.version}"):
             slugs = assemble(git, base, series.patches, layout.overlay)
         tip = slugs[series.slugs[-1]] if series.slugs else base
         tip_tree = git("rev-parse", f"{tip}^{{tree}}")
@@ -321,9 +321,9 @@ def command(layout: Layout, force: bool, accept_tip: bool) -> None:
             f"Your work is kept as {done.backup}. To get it back:\n"
             f"    git -C {where} switch --create my-work {done.backup}"
         )
-    names = ", ".join(done.slugs) or "no patch"
+    count = patches(len(done.slugs))
     if done.changed:
-        say(f"Applied: {names}.")
+        say(f"Applied {count}: {', '.join(done.slugs) or 'none'}.")
         say(f"Tip {done.tip[:12]}, {done.changed} files changed, {seconds:.1f} s.")
     else:
-        say(f"Nothing to change; applied: {names}. Tip {done.tip[:12]}.")
+        say(f"Nothing to do: {count} in build/vllm, tip {done.tip[:12]}.")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PART = ".part-"
 # Seconds to connect, and without any byte received.
 _TIMEOUT = (20.0, 60.0)
+_RETRIES = 3
 
 
 def download(layout: Layout, artifact: Artifact) -> Path:
@@ -130,7 +131,7 @@ def _client() -> PyPISimple:
             todo="Unset it, or put the file into the cache by hand.",
         )
     session = requests.Session()
-    retry = Retry(3, backoff_factor=0.5, status_forcelist=(500, 502, 503, 504))
+    retry = Retry(_RETRIES, backoff_factor=0.5, status_forcelist=(500, 502, 503, 504))
     session.mount("http://", HTTPAdapter(max_retries=retry))
     session.mount("https://", HTTPAdapter(max_retries=retry))
     if "cert" in settings:

@@ -7,6 +7,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -81,8 +82,22 @@ def fetch(layout: Layout, from_git: str | None = None) -> str:
                 with step("Writing the base tree"):
                     git("update-ref", f"refs/heads/{BRANCH}", commit)
                     git("read-tree", "-m", "-u", commit)
+                    _date_back(git)
                 repo.rename(layout.tree)
     return commit
+
+
+def _date_back(git: Git) -> None:
+    """Date all files two seconds back, so that none is as new as the index.
+
+    Git would else read the files that were written in the index's own second each
+    time it is asked what changed: 0.3 s on vLLM's tree.
+    """
+    at = time.time() - 2
+    for name in git("ls-files", "-z").split("\0"):
+        if name:
+            os.utime(git.cwd / name, (at, at), follow_symlinks=False)
+    git("update-index", "-q", "--refresh")
 
 
 def _has_base(tree: Path, pin: Pin) -> bool:

@@ -16,6 +16,7 @@ from tools.git import COMMITTER_EMAIL, COMMITTER_NAME, Git, on_worktree, scratch
 from tools.layout import Layout
 from tools.pin import Pin, load_pin
 from tools.series import Series, load_series
+from tools.ui import patches
 from tools.versions import file_version, index_versions
 
 BRANCH = "series"
@@ -353,11 +354,10 @@ def inspect(
                 seen, state=State.CLEAN, detail="At the base; no patch is applied."
             )
         return replace(seen, detail=problem)
-    count = len(series.patches)
     return replace(
         seen,
         state=State.APPLIED,
-        detail=f"At the tip of the series, {count} patch{'' if count == 1 else 'es'}.",
+        detail=f"At the tip of the series, {patches(len(series.patches))}.",
         todo="",
         tip_tree=pin.tip_tree,
     )

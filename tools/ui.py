@@ -28,6 +28,11 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def patches(count: int) -> str:
+    """`1 patch`, `2 patches`."""
+    return f"{count} patch" if count == 1 else f"{count} patches"
+
+
 @contextmanager
 def step(title: str) -> Iterator[None]:
     """Announce a piece of work and say how long it took."""
