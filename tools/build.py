@@ -175,7 +175,8 @@ def plan(
     """
     python = str(venv_python(target.venv))
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input")
-    install = (*pip, "install", "--progress-bar=off")
+    # Python compiles what is imported, which is a small part of all modules.
+    install = (*pip, "install", "--progress-bar=off", "--no-compile")
     # Plain, so that any local build of the version will do, e.g. one with `+cpu`.
     torch_line = f"torch=={pin.torch}"
     wrong = device != "cpu" and torch is not None and "+cpu" in torch

@@ -66,7 +66,8 @@ def read_wheel(wheel: Path) -> WheelRecord:
             compiled[row[0]] = Member(int(row[2]), digest.hex())
     if not compiled:
         raise WorkshopError(f"{wheel} holds no compiled file (.so).")
-    return WheelRecord(names[0].split("/")[0].split("-")[1], compiled)
+    folder = names[0].split("/")[0].removesuffix(".dist-info")
+    return WheelRecord(folder.split("-")[1], compiled)
 
 
 def extract(wheel: Path, tree: Path, names: Iterable[str]) -> None:
