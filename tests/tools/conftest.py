@@ -236,7 +236,7 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def _templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("templates")
     cache = os.environ.pop("VLLM_AFD_CACHE", None)
     try:
@@ -261,21 +261,21 @@ def _copy(templates: Path, name: str, target: Path) -> Layout:
 
 
 @pytest.fixture
-def bare(_templates: Path, tmp_path: Path) -> Layout:
+def bare(templates: Path, tmp_path: Path) -> Layout:
     """Pin, series and a warm download cache; `build/vllm` does not exist."""
-    return _copy(_templates, "bare", tmp_path / "work")
+    return _copy(templates, "bare", tmp_path / "work")
 
 
 @pytest.fixture
-def workspace(_templates: Path, tmp_path: Path) -> Layout:
+def workspace(templates: Path, tmp_path: Path) -> Layout:
     """As `bare`, with the base fetched into `build/vllm`."""
-    return _copy(_templates, "fetched", tmp_path / "work")
+    return _copy(templates, "fetched", tmp_path / "work")
 
 
 @pytest.fixture
-def applied(_templates: Path, tmp_path: Path) -> Layout:
+def applied(templates: Path, tmp_path: Path) -> Layout:
     """As `workspace`, with the series applied."""
-    return _copy(_templates, "applied", tmp_path / "work")
+    return _copy(templates, "applied", tmp_path / "work")
 
 
 RunTools = Callable[..., subprocess.CompletedProcess[str]]

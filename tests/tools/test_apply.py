@@ -516,9 +516,9 @@ STEPS = [
 
 
 @pytest.fixture(scope="module")
-def _before(_templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _before(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("before") / "work"
-    shutil.copytree(_templates / "fetched", root, symlinks=True)
+    shutil.copytree(templates / "fetched", root, symlinks=True)
     layout = Layout(root)
     present, pin = layout.series.read_text(), layout.pin.read_text()
     facts = 'why = "x"\nremoval = "x"\ntests = ["x"]\noverlay = ["docs/old.md"]\n'
