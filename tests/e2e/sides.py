@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,15 @@ class Process:
     def members(self) -> list[int]:
         """Processes of the group that are still there, zombies left out."""
         return list(_group(self.pid))
+
+    def is_gone(self, timeout: float = 10) -> bool:
+        """Whether no process of the group is left within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.members():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
 
     def tail(self, lines: int = 30) -> str:
         text = self.log.read_text(errors="replace").splitlines()

@@ -19,6 +19,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import vllm
+from extension.step_recorder import Recorder
 from vllm import LLM, SamplingParams
 
 # More tokens than any step has: never split.
@@ -88,89 +89,6 @@ class Engine:
             if step > MOST_STEPS:
                 raise RuntimeError(f"No end after {MOST_STEPS} steps.")
         return [outputs[index] for index in range(len(prompts))]
-
-
-class Recorder:
-    """Notes each step: tokens per request, whether any prefills, how it was run.
-
-    Whether a request prefills is worked out from the scheduler's output alone, so
-    that a test can judge the runner's decision to split.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self.steps: list[dict[str, Any]] = []
-        self._prompt: dict[str, int] = {}
-        self._computed: dict[str, int] = {}
-        self._wrap(runner, "execute_model", self._on_step)
-        # Model Runner V1 has no ubatch runner on a CPU.
-        if getattr(runner, "ubatch_runner", None) is not None:
-            from vllm.v1.worker import ubatching
-
-            self._current_ubatch = ubatching.dbo_current_ubatch_id
-            self._enabled = ubatching.dbo_enabled
-            self._wrap(runner.ubatch_runner, "prepare", None, self._on_prepare)
-            runner.model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    def clear(self) -> None:
-        self.steps = []
-        self._prompt.clear()
-        self._computed.clear()
-
-    @staticmethod
-    def _wrap(
-        owner: Any,
-        name: str,
-        before: Callable[..., None] | None = None,
-        after: Callable[[Any], None] | None = None,
-    ) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                before(*args, **kwargs)
-            result = original(*args, **kwargs)
-            if after:
-                after(result)
-            return result
-
-        setattr(owner, name, wrapped)
-
-    def _on_step(self, scheduled: Any, *_: Any, **__: Any) -> None:
-        for request in scheduled.scheduled_new_reqs:
-            self._prompt[request.req_id] = len(request.prompt_token_ids)
-            self._computed[request.req_id] = request.num_computed_tokens
-        counts = scheduled.num_scheduled_tokens
-        if not counts:
-            return
-        self.steps.append(
-            {
-                "tokens": list(counts.values()),
-                "prefill": any(
-                    self._computed[name] < self._prompt[name] for name in counts
-                ),
-                "slices": [],
-                "ran": [],
-            }
-        )
-        for name, count in counts.items():
-            self._computed[name] += count
-
-    def _on_prepare(self, state: Any) -> None:
-        if self.steps:
-            self.steps[-1]["slices"] = [
-                [
-                    part.request_slice.start,
-                    part.request_slice.stop,
-                    part.token_slice.start,
-                    int(part.token_slice.stop),
-                ]
-                for part in state.slices
-            ]
-
-    def _on_forward(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
-        if self.steps and self._enabled():
-            rows = inputs["input_ids"].shape[0]
-            self.steps[-1]["ran"].append([self._current_ubatch(), rows])
 
 
 @contextmanager

@@ -1,0 +1,153 @@
+"""Real `vllm serve` processes on 127.0.0.1."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sides import Process, Side
+
+# Engine start takes 30 to 45 s on an idle core.
+START_TIMEOUT_S = 240
+REQUEST_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 60
+
+_EXTENSION = Path(__file__).with_name("extension")
+_OPTIONS = (
+    "--host=127.0.0.1",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--no-enable-prefix-caching",
+    "--max-model-len=512",
+    "--max-num-seqs=16",
+    "--seed=0",
+    "--worker-extension-cls=step_recorder.StepRecorder",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """One server, started at once; `wait_ready` waits until it answers.
+
+    Args:
+        side: Whose vLLM.
+        runner: Model runner, `v1` or `v2`.
+        model: Folder of a checkpoint.
+        folder: Where the log is kept.
+        options: Further flags.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        runner: str,
+        model: Path,
+        folder: Path,
+        options: Sequence[str] = (),
+        port: int | None = None,
+    ) -> None:
+        self.model = model.name
+        self.port = port or free_port()
+        env = side.env(runner)
+        path = [str(_EXTENSION), *filter(None, [env.get("PYTHONPATH")])]
+        name = f"server-{model.name}-{side.name}-{runner}"
+        self.process = Process(
+            [
+                str(side.python.with_name("vllm")),
+                "serve",
+                str(model),
+                f"--served-model-name={model.name}",
+                f"--port={self.port}",
+                *_OPTIONS,
+                *options,
+            ],
+            # The extra endpoint over which the recorder is asked.
+            env | {"PYTHONPATH": ":".join(path), "VLLM_SERVER_DEV_MODE": "1"},
+            folder / f"{name}{'-dbo' if '--enable-dbo' in options else ''}.log",
+        )
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until the server is healthy.
+
+        Raises:
+            RuntimeError: It ended, or is not healthy in time; has the log's end.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if (code := self.process.wait(0.5)) is not None:
+                raise RuntimeError(
+                    f"The server ended with status {code}.\n{self.process.tail()}"
+                )
+            try:
+                if self.client.get("/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+        raise RuntimeError(
+            f"Not healthy after {START_TIMEOUT_S} s.\n{self.process.tail()}"
+        )
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.client.post(path, json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(
+                f"{path}: {answer.status_code} {answer.text}\n{self.process.tail()}"
+            )
+        return answer.json()
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 6) -> dict[str, Any]:
+        """Greedy tokens and logprobs of one completion, as tests compare them."""
+        answer = self.post(
+            "/v1/completions",
+            {
+                "model": self.model,
+                "prompt": list(prompt),
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": 5,
+                "return_tokens_as_token_ids": True,
+            },
+        )
+        found = answer["choices"][0]["logprobs"]
+        return {
+            "tokens": [token.removeprefix("token_id:") for token in found["tokens"]],
+            "logprobs": [
+                {key.removeprefix("token_id:"): value for key, value in row.items()}
+                for row in found["top_logprobs"]
+            ],
+        }
+
+    def watch_steps(self) -> None:
+        self.post("/collective_rpc", {"method": "watch_steps"})
+
+    def watched_steps(self) -> list[dict[str, Any]]:
+        """Steps since the last call, from the first (and only) worker."""
+        return self.post("/collective_rpc", {"method": "watched_steps"})["results"][0]
+
+    def stop(self) -> int | None:
+        """End the server as a user does.
+
+        Returns:
+            Its exit status, None if it had to be killed.
+        """
+        self.client.close()
+        if self.process.popen.poll() is None:
+            self.process.popen.terminate()
+        code = self.process.wait(STOP_TIMEOUT_S)
+        self.process.kill()
+        return code

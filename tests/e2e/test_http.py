@@ -1,0 +1,164 @@
+"""Two real servers and the same traffic over HTTP."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import sides
+from compare import difference
+from jobs import DBO, DBO_OFF, MLA, REFERENCE, Kind
+from servers import Server
+from workloads import MODELS
+
+from tools import checkpoint
+from tools.layout import Layout
+
+DBO_FLAGS = (
+    "--enable-dbo",
+    "--dbo-decode-token-threshold=2",
+    "--dbo-prefill-token-threshold=16",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A server with DBO and the one that it is compared with."""
+
+    expected: Server
+    dbo: Server
+
+    def both(self, run: Any) -> tuple[Any, Any]:
+        """Results of `run(server)` for both servers, at the same time."""
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(run, (self.expected, self.dbo))
+        return first, second
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(layout: Layout, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    model = request.param
+    folder = checkpoint.ensure(layout, model, sides.patched(layout).python)
+    # MLA has no chunked prefill on a CPU; the others get prompts in chunks.
+    budget = 512 if model == MLA else 64
+    started: list[Server] = []
+
+    def start(kind: Kind) -> Server:
+        server = Server(
+            getattr(sides, kind.side)(layout),
+            kind.runner,
+            folder,
+            layout.reports / "e2e",
+            [
+                f"--max-num-batched-tokens={budget}",
+                *(DBO_FLAGS if kind.dbo else ()),
+            ],
+        )
+        started.append(server)
+        return server
+
+    try:
+        # Unpatched, MLA's rotary embedding is wrong on a CPU (test_rope_*).
+        made = Pair(start(DBO_OFF if model == MLA else REFERENCE), start(DBO))
+        for server in started:
+            server.wait_ready()
+            server.watch_steps()
+        yield made
+    finally:
+        for server in started:
+            server.stop()
+
+
+def traffic(server: Server) -> dict[str, Any]:
+    """Seeded requests, first one by one, then many at a time."""
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(256) for _ in range(length)]
+        for length in (1, 2, 15, 16, 17, 33, 63, 64, 101, 200, 7, 5, 90, 3, 150, 40)
+    ]
+    answers = [server.complete(prompt) for prompt in prompts[:6]]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers += pool.map(server.complete, prompts)
+        answers += pool.map(server.complete, reversed(prompts))
+    return {key: [answer[key] for answer in answers] for key in ("tokens", "logprobs")}
+
+
+def test_same_tokens_and_logprobs_over_http(pair: Pair) -> None:
+    pair.dbo.watched_steps()
+    expected, got = pair.both(traffic)
+    found = difference(expected, got)
+    assert found.equal, found
+    steps = pair.dbo.watched_steps()
+    split = [step for step in steps if step["slices"]]
+    assert all(len(step["ran"]) == 2 for step in split)
+    assert len([step for step in split if not step["prefill"]]) >= 5
+    assert len([step for step in split if step["prefill"]]) >= 5
+    assert all(
+        bool(step["slices"]) == (sum(step["tokens"]) >= (16 if step["prefill"] else 2))
+        for step in steps
+    )
+
+
+def test_the_server_without_dbo_does_not_split(pair: Pair) -> None:
+    pair.expected.watched_steps()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(pair.expected.complete, [[7] * 20, [8] * 20, [9] * 40]))
+    steps = pair.expected.watched_steps()
+    assert steps
+    assert not any(step["slices"] for step in steps)
+
+
+def chat(server: Server, stream: bool = False) -> dict[str, Any]:
+    return {
+        "model": server.model,
+        "messages": [{"role": "user", "content": "Do two batches overlap?"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+
+def test_chat_completions(pair: Pair) -> None:
+    def ask(server: Server) -> str:
+        answer = server.post("/v1/chat/completions", chat(server))
+        assert answer["usage"]["completion_tokens"] == 8
+        return answer["choices"][0]["message"]["content"]
+
+    expected, got = pair.both(ask)
+    assert got == expected
+
+
+def test_streamed_chat_gives_the_same_text(pair: Pair) -> None:
+    whole = pair.dbo.post("/v1/chat/completions", chat(pair.dbo))
+    pieces = []
+    with pair.dbo.client.stream(
+        "POST", "/v1/chat/completions", json=chat(pair.dbo, stream=True)
+    ) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    for line in lines[:-1]:
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            pieces.append(choice["delta"].get("content") or "")
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole["choices"][0]["message"]["content"]
+
+
+def test_the_log_says_that_dbo_is_on(pair: Pair) -> None:
+    assert "Dual batch overlap is enabled" in pair.dbo.process.log.read_text()
+    assert "Dual batch overlap is enabled" not in pair.expected.process.log.read_text()
+
+
+def test_sigterm_ends_the_servers_and_leaves_nothing(pair: Pair) -> None:
+    """The last test of a pair: it stops both servers."""
+    for server in (pair.expected, pair.dbo):
+        server.process.popen.terminate()
+    for server in (pair.expected, pair.dbo):
+        assert server.process.wait(60) is not None
+        assert server.process.is_gone()
