@@ -1,7 +1,8 @@
 # Thin: every target is one line into tools/. `make help` lists the verbs.
 PYTHON ?= python3
 DEVICE ?= cpu
-TOOLS = $(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools
+# exec: a signal to make reaches the server that `make serve` becomes.
+TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
 .PHONY: help status fetch apply build doctor serve export check test test-fast bench
 

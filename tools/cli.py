@@ -23,6 +23,7 @@ VERBS = {
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
+    "bench": "Measure the patched vLLM against the unpatched; ratios only.",
 }
 
 
@@ -58,17 +59,17 @@ def cli(ctx: click.Context, root: Path | None) -> None:
 
 def main() -> None:
     try:
-        cli(standalone_mode=False)
+        # click gives back the status of an Exit rather than raise it.
+        status = cli(standalone_mode=False)
     except WorkshopError as error:
         from tools.ui import report_error
 
         report_error(error)
         sys.exit(1)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)

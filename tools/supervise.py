@@ -1,0 +1,143 @@
+"""Runs a command within a time limit, and leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tools.errors import WorkshopError
+
+# For pytest to tear down its fixtures, the servers among them.
+GRACE_S = 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended.
+
+    Attributes:
+        code: Exit status; negative for a signal.
+        seconds: How long it ran.
+        timed_out: It was ended because of its time limit.
+    """
+
+    code: int
+    seconds: float
+    timed_out: bool = False
+
+
+def supervise(
+    command: Sequence[str],
+    log: Path,
+    timeout: float,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    grace: float = GRACE_S,
+) -> Outcome:
+    """Run a command in a session of its own; show its output and keep it in `log`.
+
+    Whatever is left of the session when the command has ended, or when its time is
+    up, is killed.
+
+    Args:
+        timeout: Seconds that it may take.
+        grace: Seconds that it has to end by itself, interrupted, when time is up.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with log.open("ab") as copy:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=dict(os.environ if env is None else env)
+                | {"PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkshopError(
+                f"{command[0]} cannot be run.", str(error), "Run `make build` first."
+            ) from None
+        reader = threading.Thread(
+            target=_copy, args=(process.stdout, copy), daemon=True
+        )
+        reader.start()
+        timed_out = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _say(copy, f"Still running after {timeout:.0f} s: ended.")
+            _interrupt(process, grace)
+        except BaseException:
+            _interrupt(process, grace)
+            raise
+        finally:
+            kill_session(process.pid)
+            process.wait()
+            # Its end of the pipe is closed now, unless something left the session.
+            reader.join(5)
+    return Outcome(process.returncode, time.monotonic() - start, timed_out)
+
+
+def kill_session(session: int) -> None:
+    """Kill all processes of a session, also those that start while we look."""
+    for _ in range(50):
+        left = list(session_members(session))
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if not left:
+            return
+        time.sleep(0.1)
+
+
+def session_members(session: int) -> Iterator[int]:
+    """Processes of a session, without zombies."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # pid (name) state ppid pgrp session ...; the name may hold anything.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, owner = fields.split()[:4]
+        if int(owner) == session and state not in "ZX":
+            yield int(entry.name)
+
+
+def _interrupt(process: subprocess.Popen[bytes], grace: float) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(grace)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+
+
+def _copy(source: IO[bytes], copy: IO[bytes]) -> None:
+    """Pass on what comes from a pipe, as soon as it comes."""
+    shown = sys.stdout.buffer
+    while chunk := os.read(source.fileno(), 65536):
+        shown.write(chunk)
+        shown.flush()
+        copy.write(chunk)
+        copy.flush()
+
+
+def _say(copy: IO[bytes], message: str) -> None:
+    print(message, flush=True)
+    copy.write(message.encode() + b"\n")

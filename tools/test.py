@@ -1,0 +1,390 @@
+"""Runs the tests in stages, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+import click
+
+from tools.env import clean_environ
+from tools.errors import WorkshopError
+from tools.git import scratch
+from tools.layout import Layout, venv_python
+from tools.pin import load_pin
+from tools.series import Patch, assemble, load_series
+from tools.state import base_commit
+from tools.supervise import Outcome, supervise
+from tools.ui import say
+
+# Exit status of pytest when it found no test, which `-k` may cause.
+_NO_TESTS = 5
+
+# What vLLM's own tests get on a CPU. What a test needs beyond that it sets itself.
+_UPSTREAM_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One command of a stage.
+
+    Attributes:
+        name: Of its log and report under `build/reports`.
+        timeout: Seconds it may take.
+        pytest: Whether it is pytest, so that `-k` and a report go with it.
+        prepare: Done before it is run.
+        cleanup: Done after it has passed.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    timeout: float
+    cwd: Path
+    env: dict[str, str] | None = None
+    pytest: bool = False
+    prepare: Callable[[], None] = lambda: None
+    cleanup: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the tests that can be run alone.
+
+    Attributes:
+        built: Whether it needs the built environment.
+        tasks: Gives its commands, when it is its turn.
+    """
+
+    name: str
+    title: str
+    tasks: Callable[[Layout], list[Task]]
+    built: bool = False
+
+
+@dataclass
+class Result:
+    """What became of a stage."""
+
+    stage: str
+    seconds: float = 0
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def _own(layout: Layout, name: str, timeout: float, *words: str) -> Task:
+    """A module run by the workshop's own interpreter in the checkout."""
+    return Task(
+        name, (sys.executable, "-m", *words), timeout, layout.root, clean_environ()
+    )
+
+
+def _own_tests(layout: Layout, name: str, timeout: float, *words: str) -> Task:
+    task = _own(layout, name, timeout, "pytest", *words)
+    return Task(name, task.command, timeout, task.cwd, task.env, pytest=True)
+
+
+def lint_tasks(layout: Layout) -> list[Task]:
+    folders = [
+        name for name in ("tools", "tests", "bench") if (layout.root / name).is_dir()
+    ]
+    return [
+        _own(layout, "lint-check", 120, "ruff", "check", *folders),
+        _own(layout, "lint-format", 120, "ruff", "format", "--check", *folders),
+    ]
+
+
+def tool_tasks(layout: Layout) -> list[Task]:
+    return [_own_tests(layout, "tools", 600, "tests/tools", "-m", "not built")]
+
+
+def check_tasks(layout: Layout) -> list[Task]:
+    return [_own(layout, "check", 300, "tools", "check")]
+
+
+def build_tasks(layout: Layout) -> list[Task]:
+    return [_own(layout, "build", 1800, "tools", "build", "--base")]
+
+
+def upstream_tasks(layout: Layout) -> list[Task]:
+    """vLLM's tests that the patches name, in the patched tree; none twice."""
+    tasks = []
+    seen: set[str] = set()
+    for patch in load_series(layout).patches:
+        tests = list(patch.meta.tests)
+        # With an option, such as -k, the rest means something else.
+        if not any(word.startswith("-") for word in tests):
+            tests = [word for word in tests if word not in seen]
+            seen.update(tests)
+        if tests:
+            tasks.append(_upstream(layout, patch.slug, "upstream", layout.tree, tests))
+    return tasks
+
+
+def each_tasks(layout: Layout) -> list[Task]:
+    """Each patch's tests on the base and what it says it depends on, alone."""
+    return [
+        _upstream(
+            layout,
+            patch.slug,
+            "each",
+            tree := layout.build / "each" / patch.slug,
+            patch.meta.tests,
+            prepare=_Materialise(layout, patch, tree),
+            cleanup=_Remove(tree),
+        )
+        for patch in load_series(layout).patches
+    ]
+
+
+def _upstream(
+    layout: Layout,
+    slug: str,
+    kind: str,
+    tree: Path,
+    tests: Sequence[str],
+    prepare: Callable[[], None] = lambda: None,
+    cleanup: Callable[[], None] = lambda: None,
+) -> Task:
+    command = (str(venv_python(layout.venv)), "-m", "pytest", "-p", "no:cacheprovider")
+    return Task(
+        f"{kind}-{slug}",
+        (*command, *tests),
+        900,
+        tree,
+        clean_environ() | _UPSTREAM_ENV | {"PYTHONPATH": str(tree)},
+        pytest=True,
+        prepare=prepare,
+        cleanup=cleanup,
+    )
+
+
+@dataclass(frozen=True)
+class _Materialise:
+    """Writes a tree with one patch and what it depends on."""
+
+    layout: Layout
+    patch: Patch
+    tree: Path
+
+    def __call__(self) -> None:
+        materialise(self.layout, self.patch.slug, self.tree)
+
+
+@dataclass(frozen=True)
+class _Remove:
+    tree: Path
+
+    def __call__(self) -> None:
+        shutil.rmtree(self.tree, ignore_errors=True)
+
+
+def materialise(layout: Layout, slug: str, tree: Path) -> None:
+    """Write the base with `slug`, its `depends_on` and its `test_depends_on`.
+
+    Compiled files are shared with `build/vllm`. The series' own tree, index and
+    refs are left alone.
+    """
+    patches = load_series(layout).closure(slug, tests=True)
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    with scratch(layout.tree) as git:
+        base = base_commit(load_pin(layout.pin))
+        commits = assemble(git, base, patches, layout.overlay)
+        git("read-tree", commits[slug])
+        git("checkout-index", "--all", f"--prefix={tree}/")
+    package = layout.tree / "vllm"
+    for source in [*package.rglob("*.so"), package / "_version.py"]:
+        target = tree / "vllm" / source.relative_to(package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+
+def e2e_tasks(layout: Layout) -> list[Task]:
+    return [_own_tests(layout, "e2e", 1500, "tests", "-m", "built")]
+
+
+STAGES = (
+    Stage("lint", "ruff on the workshop", lint_tasks),
+    Stage("tools", "Tests of the workshop", tool_tasks),
+    Stage("check", "Lint of the series", check_tasks),
+    Stage("build", "The patched and the unpatched environment", build_tasks, True),
+    Stage("upstream", "vLLM's tests that the patches name", upstream_tasks, True),
+    Stage("each", "Each patch alone on its dependencies", each_tasks, True),
+    Stage("e2e", "The patched vLLM against the unpatched", e2e_tasks, True),
+)
+
+
+def choose(names: Sequence[str], fast: bool, each: bool) -> list[Stage]:
+    """Stages to run, in order.
+
+    Args:
+        names: Only these, if any.
+        fast: None that needs the built environment.
+        each: Also `each`, which is left out otherwise.
+    """
+    if names:
+        return [stage for stage in STAGES if stage.name in names]
+    return [
+        stage
+        for stage in STAGES
+        if not (fast and stage.built) and (each or stage.name != "each")
+    ]
+
+
+def run_stages(
+    layout: Layout, stages: Sequence[Stage], keyword: str | None = None
+) -> list[Result]:
+    """Run stages one after the other; a failure does not keep later ones from it.
+
+    Only when `build` fails are those left out that need what it makes.
+    """
+    results: list[Result] = []
+    unbuilt = False
+    for number, stage in enumerate(stages, 1):
+        say(f"\n==> [{number}/{len(stages)}] {stage.name}: {stage.title}")
+        if unbuilt and stage.built:
+            results.append(Result(stage.name, problems=["not run: build failed"]))
+            continue
+        result = run_stage(layout, stage, keyword)
+        results.append(result)
+        say(f"    {stage.name} {'ok' if result.ok else 'FAILED'}, {_time(result)}")
+        unbuilt |= stage.name == "build" and not result.ok
+    return results
+
+
+def run_stage(layout: Layout, stage: Stage, keyword: str | None = None) -> Result:
+    result = Result(stage.name)
+    start = time.monotonic()
+    try:
+        for task in stage.tasks(layout):
+            _run_task(layout, task, keyword, result)
+    except WorkshopError as error:
+        say(str(error))
+        result.problems.append(error.what)
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def _run_task(layout: Layout, task: Task, keyword: str | None, result: Result) -> None:
+    log = layout.reports / f"{task.name}.log"
+    report = layout.reports / f"{task.name}.xml"
+    for old in (log, report):
+        old.unlink(missing_ok=True)
+    command = task.command
+    if task.pytest:
+        command += (f"--junitxml={report}",)
+        if keyword:
+            command += ("-k", keyword)
+    task.prepare()
+    say(f"    {task.name}: {' '.join(_shown(layout, command))}")
+    outcome = supervise(command, log, task.timeout, task.cwd, task.env)
+    _count(report, result)
+    problem = _problem(task, outcome, bool(keyword))
+    if problem:
+        result.problems.append(f"{task.name}: {problem}; {layout.relative(log)}")
+    else:
+        task.cleanup()
+
+
+def _problem(task: Task, outcome: Outcome, filtered: bool) -> str:
+    if outcome.timed_out:
+        return f"took longer than {task.timeout:.0f} s"
+    if outcome.code == _NO_TESTS and task.pytest:
+        return "" if filtered else "found no test"
+    return f"exit status {outcome.code}" if outcome.code else ""
+
+
+def _count(report: Path, result: Result) -> None:
+    """Add the counts of pytest's report, if there is one."""
+    try:
+        suites = ElementTree.parse(report).getroot().iter("testsuite")
+    except (FileNotFoundError, ElementTree.ParseError):
+        return
+    for suite in suites:
+        total, failures, errors, skipped = (
+            int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")
+        )
+        result.failed += failures + errors
+        result.skipped += skipped
+        result.passed += total - failures - errors - skipped
+
+
+def _shown(layout: Layout, command: Sequence[str]) -> Iterator[str]:
+    for word in command:
+        yield layout.relative(Path(word)) if word.startswith("/") else word
+
+
+def _time(result: Result) -> str:
+    minutes, seconds = divmod(round(result.seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def summary(results: Sequence[Result]) -> str:
+    lines = ["", "stage     result   passed  failed  skipped  time"]
+    for result in results:
+        counts = [result.passed, result.failed, result.skipped]
+        shown = [str(count) if any(counts) else "-" for count in counts]
+        lines.append(
+            f"{result.stage:<9} {'ok' if result.ok else 'FAILED':<6} "
+            f"{shown[0]:>8}{shown[1]:>8}{shown[2]:>9}  {_time(result)}"
+        )
+        lines += [f"          {problem}" for problem in result.problems]
+    failed = [result.stage for result in results if not result.ok]
+    total = Result("", sum(result.seconds for result in results))
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "All stages passed"
+    return "\n".join([*lines, f"{verdict}, in {_time(total)}."])
+
+
+@click.command()
+@click.option(
+    "--fast", is_flag=True, help="Leave out what needs the built environment."
+)
+@click.option(
+    "--stage",
+    "names",
+    multiple=True,
+    type=click.Choice([stage.name for stage in STAGES]),
+    help="Run only this stage; may be given several times.",
+)
+@click.option(
+    "--each", is_flag=True, help="Also run each patch alone on what it needs."
+)
+@click.option("-k", "keyword", help="Only tests that match, as pytest's -k.")
+@click.pass_obj
+def command(
+    layout: Layout,
+    fast: bool,
+    names: tuple[str, ...],
+    each: bool,
+    keyword: str | None,
+) -> None:
+    """Run lint, tool tests, check, build, upstream tests and end-to-end tests.
+
+    Logs and reports are kept in build/reports.
+    """
+    results = run_stages(layout, choose(names, fast, each), keyword)
+    print(summary(results), flush=True)
+    if not all(result.ok for result in results):
+        raise click.exceptions.Exit(1)
