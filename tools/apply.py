@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,12 +116,13 @@ def _apply(
             _other_tip_tree(layout, pin, tip_tree, accept_tip)
         worktree = on_worktree(git, layout.tree)
         after = tree_versions(git, tip_tree)
+        before = staged = index_versions(worktree)
         backup = None
         if _edits_in_the_way(seen, after) and not _is_exported(git, seen, base, tip):
             if not force:
                 raise _refusal(seen, after)
-            backup = _save(layout, git, worktree, seen)
-        before, staged = _present(git, worktree, seen, after, backup)
+            backup, saved = _save(layout, git, worktree, seen)
+            before = _replaceable(git, saved, seen, after)
     journal = Journal(
         seen.head,
         base,
@@ -196,8 +198,8 @@ def _is_exported(git: Git, seen: Inspection, base: str, tip: str) -> bool:
     return content(seen.head) == content(tip)
 
 
-def _save(layout: Layout, git: Git, worktree: Git, seen: Inspection) -> str:
-    """Commit all that is the user's under `refs/backup/`; returns the ref.
+def _save(layout: Layout, git: Git, worktree: Git, seen: Inspection) -> tuple[str, str]:
+    """Commit all that is the user's under `refs/backup/`; returns ref and commit.
 
     The commit's parent is HEAD; a second parent holds what was staged. No file and
     no ref of the user's is touched.
@@ -237,47 +239,40 @@ def _save(layout: Layout, git: Git, worktree: Git, seen: Inspection) -> str:
     saver = Git(
         layout.tree, {**worktree.env, "GIT_INDEX_FILE": git.env["GIT_INDEX_FILE"]}
     )
-    saver("update-index", "--add", "--remove", "-z", "--stdin", stdin="\0".join(files))
+    flags = ("--add", "--remove", "--replace", "-z", "--stdin")
+    saver("update-index", *flags, stdin="\0".join(files))
     saved_tree = git("write-tree")
     head_tree = git("rev-parse", f"{seen.head}^{{tree}}") if seen.head else None
     if index_tree and index_tree not in (head_tree, saved_tree):
         parents.append(commit(index_tree, *parents))
     saved = commit(saved_tree, *parents)
-    ref = BACKUP_REFS + datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    number = 1
-    while repo.resolve(ref if number == 1 else f"{ref}-{number}"):
-        number += 1
-    if number > 1:
-        ref = f"{ref}-{number}"
+    ref = first = BACKUP_REFS + datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    for number in itertools.count(2):
+        if repo.resolve(ref) is None:
+            break
+        ref = f"{first}-{number}"
     repo("update-ref", ref, saved)
     refs = read_refs(layout.tree)
     if refs.series and refs.series != refs.head and refs.series not in refs.ours:
         repo("update-ref", f"{ref}-{BRANCH}", refs.series)
-    return ref
+    return ref, saved
 
 
-def _present(
-    git: Git,
-    worktree: Git,
-    seen: Inspection,
-    after: dict[str, tuple[str, str]],
-    backup: str | None,
-) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-    """What the tree and the index hold of what the switch may replace."""
-    index = index_versions(worktree)
-    if not backup:
-        return index, index
-    before = tree_versions(git, git("rev-parse", f"{backup_commit(worktree, backup)}"))
+def _replaceable(
+    git: Git, saved: str, seen: Inspection, after: dict[str, tuple[str, str]]
+) -> dict[str, tuple[str, str]]:
+    """The files of a saved tree that the switch may replace.
+
+    Untracked files stay where they are unless they belong to the series' folders
+    or are in the way of its files.
+    """
     replaced = {*seen.edits.new, *_collisions(seen, after)}
-    for name in seen.edits.untracked:
-        if name not in replaced:
-            before.pop(name, None)
-    return before, index
-
-
-def backup_commit(worktree: Git, ref: str) -> str:
-    """Hash of a ref of `build/vllm`, which private calls do not see."""
-    return Git(worktree.cwd)("rev-parse", "--verify", ref)
+    stay = {name for name in seen.edits.untracked if name not in replaced}
+    return {
+        name: version
+        for name, version in tree_versions(git, saved).items()
+        if name not in stay
+    }
 
 
 def _entries(

@@ -177,7 +177,7 @@ class Git:
         except FileNotFoundError:
             if not shutil.which("git"):
                 raise WorkshopError(
-                    "git is not installed.", todo="Install git 2.30 or newer."
+                    "git is not installed.", todo="Install git 2.32 or newer."
                 ) from None
             raise WorkshopError(f"{self.cwd} does not exist.") from None
 

@@ -154,6 +154,9 @@ class Switch:
     def _run(self, git: Git) -> None:
         saved = journal_file(self.tree)
         resumed = saved.exists()
+        if resumed and _content(self.index_lock) == _LOCK_MARK:
+            # Else the user's git could not mend what _check may find.
+            self.index_lock.unlink()
         self._check(git)
         self.journal.save(saved)
         self.on_step("journal")
@@ -256,8 +259,6 @@ class Switch:
         raise self._locked(self.index_lock)
 
     def _wait_for(self, lock: Path, stale_is_ours: bool) -> None:
-        if stale_is_ours and _content(lock) == _LOCK_MARK:
-            lock.unlink(missing_ok=True)
         end = time.monotonic() + LOCK_WAIT
         while lock.exists():
             if time.monotonic() > end:

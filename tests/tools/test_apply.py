@@ -260,6 +260,13 @@ def _file_where_a_folder_goes(tree: Path, git: UserGit) -> dict[str, str]:
     return {"vllm/gadget": "mine\n"}
 
 
+def _folder_for_a_file(tree: Path, git: UserGit) -> dict[str, str]:
+    (tree / "vllm/config.py").unlink()
+    (tree / "vllm/config.py").mkdir()
+    (tree / "vllm/config.py/mine.py").write_text("mine\n")
+    return {"vllm/config.py/mine.py": "mine\n"}
+
+
 def _everything(tree: Path, git: UserGit) -> dict[str, str]:
     kept = _commit(tree, git) | _edit_elsewhere(tree, git)
     (tree / "tests/test_mine.py").write_text("mine\n")
@@ -277,6 +284,7 @@ WORK = [
     _new_file_in_the_way,
     _new_folder_in_the_way,
     _file_where_a_folder_goes,
+    _folder_for_a_file,
     _everything,
 ]
 
@@ -624,6 +632,8 @@ def test_edit_after_a_kill_is_refused_by_name(before: Layout, name: str) -> None
         apply(before)
     assert f"edited: {name}" in caught.value.why
     assert (before.tree / name).read_text() == "mine\n"
+    # The user's git must be able to undo the edit.
+    assert not (before.tree / ".git/index.lock").exists()
     done = apply(before, force=True)
     assert Git(before.tree)("show", f"{done.backup}:{name}") == "mine"
     _is_applied(before)
