@@ -106,6 +106,11 @@ def _apply(
             f"build/vllm has edits of yours on another base than {pin.version}.",
         )
 
+    edits = seen.edits
+    if (edits.modified or edits.staged or edits.branch) and not force:
+        # Commits may be those that export wrote; that takes the new tip to tell.
+        raise _refusal(seen, {})
+
     with scratch(layout.tree) as git:
         base = base_commit(pin)
         with step(f"Applying {patches(len(series.patches))} to vLLM {pin.version}"):

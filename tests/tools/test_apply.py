@@ -537,6 +537,7 @@ def _before(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     apply(layout, accept_tip=True)
     layout.series.write_text(present)
     layout.pin.write_text(pin)
+    Git(layout.tree)("repack", "-a", "-d", "-q")
     return root
 
 
@@ -585,7 +586,7 @@ def test_killed_and_the_series_changed_meanwhile(before: Layout) -> None:
 def test_killed_with_locks_left_by_git(
     before: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.switch.LOCK_WAIT", 0.2)
+    monkeypatch.setattr("tools.switch.LOCK_WAIT", 0.05)
     assert _killed_apply(before, STEPS.index("unlock"))
     git = before.tree / ".git"
     for name in ("index.lock", "HEAD.lock", "refs/heads/series.lock"):
@@ -598,7 +599,7 @@ def test_killed_with_locks_left_by_git(
 def test_lock_of_a_running_git_is_respected(
     before: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.switch.LOCK_WAIT", 0.2)
+    monkeypatch.setattr("tools.switch.LOCK_WAIT", 0.05)
     assert _killed_apply(before, STEPS.index("journal"))
     lock = before.tree / ".git/index.lock"
     with lock.open("wb"), pytest.raises(WorkshopError, match=r"index\.lock exists"):
@@ -612,7 +613,7 @@ def test_lock_of_a_running_git_is_respected(
 def test_lock_without_an_interrupted_apply_is_not_ours_to_remove(
     workspace: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.switch.LOCK_WAIT", 0.2)
+    monkeypatch.setattr("tools.switch.LOCK_WAIT", 0.05)
     lock = workspace.tree / ".git/index.lock"
     lock.write_bytes(b"")
     with pytest.raises(WorkshopError, match=r"index\.lock exists"):
