@@ -78,9 +78,12 @@ def remove(path: Path, top: Path) -> None:
     """Remove a file, and the folders below `top` that it leaves empty."""
     path.unlink(missing_ok=True)
     for folder in path.parents:
-        if top not in folder.parents or any(folder.iterdir()):
+        if top not in folder.parents:
             return
-        folder.rmdir()
+        if folder.is_dir():
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
 
 
 def remove_leftovers(layout: Layout) -> None:

@@ -31,7 +31,8 @@ class Facts:
     paths: frozenset[str]
 
     def __str__(self) -> str:
-        return f"{self.key[:12]} {self.subject}"
+        is_hash = re.fullmatch("[0-9a-f]{40}", self.key)
+        return f"{self.key[:12] if is_hash else self.key} {self.subject}"
 
 
 @dataclass
