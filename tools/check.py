@@ -81,8 +81,8 @@ _REGISTRIES = re.compile(
     r"|npmjs[.]org|crates[.]io|proxy[.]golang[.]org|conda[.]anaconda[.]org)\b"
 )
 _INDEX_URL = re.compile(
-    r"https?://(?!127\.0\.0\.1|localhost|[\w.-]*(?:example|invalid))[^\s\"'<>]+"
-    r"/simple\b"
+    r"https?://(?>(?:[^/@\s]*@)?)"
+    r"(?!127\.0\.0\.1|localhost|[\w.-]*(?:example|invalid))[^\s\"'<>]+/simple\b"
 )
 
 
