@@ -168,6 +168,7 @@ def check(layout: Layout) -> Report:
     series, problems = scan_series(layout)
     order = read_order(layout, [])
     report.slugs = tuple(order)
+    say(f"==> Checking {len(order)} patches")
     for line in problems:
         match = re.match(r"patches/([^/:]+)\.(?:toml|patch)\b", line)
         slug = match[1] if match and match[1] in order else None

@@ -25,6 +25,10 @@ HOOKS = (
 )
 _SETTINGS = "pyproject.toml"
 _TIMEOUT_S = 120
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\w[\w.]*)[ \t]+import\b|import[ \t]+([\w., \t]+))",
+    re.MULTILINE,
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -84,17 +88,27 @@ def _write(
     git: Git, blobs: Mapping[str, str], root: Path, paths: Sequence[str]
 ) -> None:
     names = sorted(set(paths))
+    wanted: set[Path] = set()
     for name, data in zip(names, git.blobs([blobs[n] for n in names]), strict=True):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    # ruff takes an import for first-party, and a folder for a package, by the files
-    # that are there: empty ones will do.
-    others = [Path(name) for name in blobs if name.endswith((".py", ".pyi"))]
-    for folder in {path.parent for path in others}:
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    for path in others:
-        (root / path).touch()
+        wanted.add(Path(name).parent / "__init__.py")
+        # ruff takes an import for first-party, and a folder for a package, by the
+        # files that are there: empty ones will do.
+        for match in _IMPORT.finditer(data.decode(errors="replace")):
+            for module in re.findall(r"\w[\w.]*", match[1] or match[2]):
+                place = Path(*module.split("."))
+                wanted |= {place.with_name(f"{place.name}.py"), place / "__init__.py"}
+    folders = {
+        name[:at] for name in blobs for at, char in enumerate(name) if char == "/"
+    }
+    for path in wanted:
+        if str(path) in blobs:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).touch()
+        elif path.name == "__init__.py" and str(path.parent) in folders:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _run(root: Path, *args: str) -> subprocess.CompletedProcess[str]:

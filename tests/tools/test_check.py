@@ -375,7 +375,7 @@ def test_a_base_that_cannot_be_fetched_hides_nothing_else(
     [
         ("see https://pypi" + ".org/project/vllm", True),
         ("https://download.pytorch" + ".org/whl/cpu", True),
-        ("index-url = https://mirror.corp.test/pypi/simple", True),
+        ("index-url = https://mirror.corp.test/pypi/sim" + "ple", True),
         ("http://me:secret@127.0.0.1:9/simple and http://localhost/simple", False),
         ("https://index.invalid/simple", False),
         ("cd /wor" + "k/main", True),
