@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,7 +40,6 @@ DEFAULT_PORT = 8000
 _REBUILD = "Run `make build`."
 _PROBE_S = 60
 _CALL_S = 300
-_HTTP_S = 5
 
 # What vLLM declares and the build leaves out, see tools/build.py.
 _NOT_NEEDED = re.compile(
@@ -54,7 +53,8 @@ _CALL = """
 import json, os, re, torch
 from vllm.platforms import current_platform
 current_platform.import_kernels()
-used = set(re.findall(r"/\\S+/vllm/\\S*\\.so", open("/proc/self/maps").read()))
+maps = open("/proc/self/maps").read()
+used = set(re.findall(r" (/.*/vllm/[^/\\n]*\\.so)$", maps, re.MULTILINE))
 device = "cuda" if current_platform.is_cuda() else "cpu"
 worst = None
 if device == "cpu" or torch.cuda.is_available():
@@ -80,23 +80,20 @@ def doctor(layout: Layout, port: int = DEFAULT_PORT) -> list[Finding]:
     found = serving(layout)
     if found.interpreter is None or found.problem:
         findings.append(_broken(layout, found))
-        findings += [*_shadowed_executable(found), *_port(port)]
-        return findings
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        lambda: _shadowed_executable(found),
-        lambda: _interpreter(layout, found),
-        lambda: _import_path(layout, found),
-        lambda: _installs(layout, found),
-        lambda: _version(layout, pin, built, found),
-        lambda: _libraries(layout, pin, built, found),
-        lambda: _versions(pin, built, found),
-        lambda: _call(layout, found),
-        lambda: _dependencies(layout, pin),
-        lambda: _port(port),
+        return [*findings, *_shadowed_executable(found), *_port(port)]
+    return [
+        *findings,
+        *_shadowed_executable(found),
+        *_interpreter(layout, found),
+        *_import_path(layout, found),
+        *_installs(layout, found),
+        *_version(layout, pin, built, found),
+        *_libraries(layout, pin, built, found),
+        *_versions(pin, built, found),
+        *_call(layout, found),
+        *_dependencies(layout, pin),
+        *_port(port),
     ]
-    for check in checks:
-        findings += check()
-    return findings
 
 
 def _broken(layout: Layout, found: Serving) -> Finding:
@@ -404,7 +401,8 @@ def _dependencies(layout: Layout, pin: Pin) -> Iterator[Finding]:
     conflicts = [
         line
         for line in done.stdout.splitlines()
-        if not _NOT_NEEDED.fullmatch(line.strip())
+        if line.strip()
+        and not _NOT_NEEDED.fullmatch(line.strip())
         # vLLM asks for PyTorch's `+cpu` build; any build of the version will do.
         and f"but you have torch {pin.torch}" not in line
         and line.strip() != "No broken requirements found."

@@ -89,13 +89,13 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     queue = [pid]
     while queue:
-        for children in Path(f"/proc/{queue.pop()}/task").glob("*/children"):
-            try:
-                more = [int(word) for word in children.read_text().split()]
-            except OSError:
-                continue
-            found += more
-            queue += more
+        try:
+            for task in Path(f"/proc/{queue.pop()}/task").iterdir():
+                more = [int(word) for word in (task / "children").read_text().split()]
+                found += more
+                queue += more
+        except OSError:
+            continue  # Gone meanwhile, or another user's.
     return found
 
 
@@ -113,12 +113,12 @@ def listener(port: int) -> int | None:
                 inodes.add(f"socket:[{fields[9]}]")
     holders = set()
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        for link in (process / "fd").glob("*"):
-            try:
-                if os.readlink(link) in inodes:  # noqa: PTH115 (not a path)
-                    holders.add(int(process.name))
-            except OSError:
-                continue
+        try:
+            links = [os.readlink(link) for link in (process / "fd").iterdir()]  # noqa: PTH115
+        except OSError:
+            continue  # Gone meanwhile, or another user's.
+        if inodes.intersection(links):
+            holders.add(int(process.name))
     # A server's children may have inherited the socket: the oldest is the server.
     return min(holders, default=None)
 
