@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,16 +112,24 @@ def listener(port: int) -> int | None:
             fields = row.split()
             if fields[3] == _LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
                 inodes.add(f"socket:[{fields[9]}]")
-    holders = set()
-    for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        try:
-            links = [os.readlink(link) for link in (process / "fd").iterdir()]  # noqa: PTH115
-        except OSError:
-            continue  # Gone meanwhile, or another user's.
-        if inodes.intersection(links):
-            holders.add(int(process.name))
+    holders = {
+        int(process.name)
+        for process in (Path("/proc").glob("[0-9]*") if inodes else ())
+        if inodes.intersection(_open_files(process))
+    }
     # A server's children may have inherited the socket: the oldest is the server.
     return min(holders, default=None)
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    try:
+        for link in (process / "fd").iterdir():
+            try:
+                yield os.readlink(link)  # noqa: PTH115 (it need not be a path)
+            except FileNotFoundError:
+                continue  # Closed meanwhile, as the one that lists them is.
+    except OSError:
+        return  # Gone meanwhile, or another user's.
 
 
 def _fields(path: Path) -> tuple[str, ...]:
