@@ -209,7 +209,7 @@ def materialise(layout: Layout, slug: str, tree: Path) -> None:
         base = base_commit(load_pin(layout.pin))
         commits = assemble(git, base, patches, layout.overlay)
         git("read-tree", commits[slug])
-        git("checkout-index", "--all", f"--prefix={tree}/")
+        git("checkout-index", "--all", env={"GIT_WORK_TREE": str(tree)})
     package = layout.tree / "vllm"
     for source in [*package.rglob("*.so"), package / "_version.py"]:
         target = tree / "vllm" / source.relative_to(package)
