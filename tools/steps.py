@@ -161,7 +161,7 @@ class _Progress:
     """
 
     _TELLING = re.compile(
-        r"\s*(Collecting|Downloading|Building|Preparing|Installing|Obtaining)\b"
+        r"\s*(Collecting|Requirement|Downloading|Building|Preparing|Installing|Obtaining)\b"
     )
 
     def __init__(self, packages: Path | None) -> None:
@@ -177,7 +177,7 @@ class _Progress:
             self.total = line.count(",") + 1
             self.before = self._count()
         if self._TELLING.match(line):
-            self.doing = line.strip().split(": ")[0][:60]
+            self.doing = re.split(r": | \(", line.strip())[0][:60]
         now = time.monotonic()
         terminal = sys.stderr.isatty()
         if now - self.shown < (_TERMINAL_S if terminal else _HEARTBEAT_S):
