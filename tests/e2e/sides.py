@@ -32,6 +32,10 @@ _RUNNER_ENV = {
     "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
     "v2": {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"},
 }
+_RUNNER_MODULES = {
+    "v1": "vllm.v1.worker.cpu_model_runner",
+    "v2": "vllm.v1.worker.cpu.model_runner",
+}
 
 
 @dataclass(frozen=True)
@@ -142,15 +146,26 @@ class Process:
 
 def _group(pgid: int) -> Iterable[int]:
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # pid (name) state ppid pgrp ...; the name may hold any character.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == pgid and fields[0] not in "ZX":
-            yield int(entry.name)
+        if entry.name.isdigit():
+            state, group = _stat(int(entry.name))
+            if group == pgid and state not in "ZX":
+                yield int(entry.name)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie."""
+    return _stat(pid)[0] not in "ZX"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and process group of a process; state `X` if there is none."""
+    try:
+        # pid (name) state ppid pgrp ...; the name may hold any character.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    state, _, group = text.rpartition(")")[2].split()[:3]
+    return state, int(group)
 
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -228,5 +243,6 @@ class Worker:
         report = json.loads(self.output.read_text())
         if not Path(report["vllm"]).is_relative_to(self.side.tree.resolve()):
             raise RuntimeError(f"{report['vllm']} is not in {self.side.tree}.")
-        # Runner modules: vllm.v1.worker.cpu_model_runner, vllm.v1.worker.cpu...
+        if report["runner"] != _RUNNER_MODULES[self.runner]:
+            raise RuntimeError(f"{report['runner']} ran, not {self.runner}.")
         return report["results"]

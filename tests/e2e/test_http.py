@@ -150,6 +150,57 @@ def test_streamed_chat_gives_the_same_text(pair: Pair) -> None:
     assert "".join(pieces) == whole["choices"][0]["message"]["content"]
 
 
+# What a request may ask for besides greedy tokens; each has one right answer.
+FIXED = {
+    "penalties": {
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+    },
+    "logit_bias": {"logit_bias": {"65": 50, "66": 40}},
+    "allowed_token_ids": {"allowed_token_ids": [65, 66, 67]},
+    "min_tokens": {"min_tokens": 6, "ignore_eos": False},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "regex": {"structured_outputs": {"regex": "[0-9]{6}"}},
+    "top_k_1": {"temperature": 1.0, "top_k": 1},
+}
+RANDOM = {
+    "default": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.1},
+    "several": {"n": 2, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+}
+
+
+def ask_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[list[str]]:
+    """Texts of each answer; the requests share steps, which are split."""
+
+    def ask(body: dict[str, Any]) -> list[str]:
+        common = {"model": server.model, "prompt": "Two batches", "max_tokens": 8}
+        answer = server.post("/v1/completions", common | {"ignore_eos": True} | body)
+        return [choice["text"] for choice in answer["choices"]]
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(ask, bodies))
+
+
+def test_sampling_parameters_act_as_without_dbo(pair: Pair) -> None:
+    bodies = [{"temperature": 0} | body for body in FIXED.values()]
+    expected, got = pair.both(lambda server: ask_at_once(server, bodies))
+    assert dict(zip(FIXED, got, strict=True)) == dict(zip(FIXED, expected, strict=True))
+
+
+def test_random_sampling_follows_its_seed(pair: Pair) -> None:
+    """A request without a temperature is a random one."""
+    bodies = [body | {"seed": 7} for body in RANDOM.values()]
+    first, second = (ask_at_once(pair.dbo, bodies) for _ in range(2))
+    assert first == second
+    other = ask_at_once(pair.dbo, [body | {"seed": 8} for body in RANDOM.values()])
+    assert first != other
+    ask_at_once(pair.dbo, [dict(body) for body in RANDOM.values()])
+
+
 def test_the_log_says_that_dbo_is_on(pair: Pair) -> None:
     assert "Dual batch overlap is enabled" in pair.dbo.process.log.read_text()
     assert "Dual batch overlap is enabled" not in pair.expected.process.log.read_text()

@@ -108,19 +108,34 @@ def no_fault() -> Iterator[None]:
     yield
 
 
-def second_seq_lens_off_by_one() -> Any:
-    """The second ubatch sees one token too few of each of its requests."""
+def _with_faulty_lengths(spoil: Callable[[Any, Any, slice], None]) -> Any:
+    """Change the lengths of each ubatch's requests, on the device and on the host.
+
+    Args:
+        spoil: Called with the lengths of the ubatch, those of the whole batch and
+            the ubatch's requests.
+    """
 
     def make(original: Any) -> Any:
-        def faulty(seq_lens: Any, out: Any, starts: Any, first: int, *rest: Any) -> Any:
-            lens = original(seq_lens, out, starts, first, *rest)
-            if first > 0:
-                lens -= 1
-            return lens
+        def faulty(batch: Any, part: Any, *rest: Any, **more: Any) -> Any:
+            ubatch = original(batch, part, *rest, **more)
+            for name in ("seq_lens", "seq_lens_cpu_upper_bound"):
+                spoil(getattr(ubatch, name), getattr(batch, name), part.request_slice)
+            return ubatch
 
         return faulty
 
-    return _replaced("_slice_seq_lens", make)
+    return _replaced("_slice_input_batch", make)
+
+
+def second_seq_lens_off_by_one() -> Any:
+    """The second ubatch sees one token too few of each of its requests."""
+
+    def spoil(lengths: Any, _: Any, requests: slice) -> None:
+        if requests.start > 0:
+            lengths -= 1
+
+    return _with_faulty_lengths(spoil)
 
 
 def merged_in_wrong_order() -> Any:
@@ -132,16 +147,10 @@ def merged_in_wrong_order() -> Any:
 def straddling_request_not_truncated() -> Any:
     """The first ubatch takes the whole length of the request that is cut in two."""
 
-    def make(_: Any) -> Any:
-        def faulty(
-            seq_lens: Any, out: Any, starts: Any, first: int, last: int, stop: int
-        ) -> Any:
-            out.copy_(seq_lens[first:last])
-            return out
+    def spoil(lengths: Any, whole: Any, requests: slice) -> None:
+        lengths.copy_(whole[requests])
 
-        return faulty
-
-    return _replaced("_slice_seq_lens", make)
+    return _with_faulty_lengths(spoil)
 
 
 FAULTS: dict[str | None, Callable[[], Any]] = {
