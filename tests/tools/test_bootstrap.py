@@ -1,6 +1,6 @@
 """Tests of tools/bootstrap.py, on real virtual environments.
 
-All but one have a small stand-in for pip: the real one takes seconds to copy.
+They have a small stand-in for pip: the real one takes seconds to copy.
 """
 
 from __future__ import annotations
@@ -91,14 +91,18 @@ def assert_works(root: Path) -> None:
     assert bootstrap.Environment(root).ready()
 
 
-def test_fresh_checkout_gets_an_environment_with_pip(tmp_path: Path) -> None:
+def test_fresh_checkout_gets_an_environment_with_pip(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = make_checkout(tmp_path / "a checkout")
-    done = run(root)
-    assert done.returncode == 0, done.stderr
+
+    def put_pip(self: venv.EnvBuilder, context: object) -> None:
+        shutil.copytree(packages(made) / "pip", packages(root) / "pip")
+
+    monkeypatch.setattr(venv.EnvBuilder, "_setup_pip", put_pip)
+    assert bootstrap.main(root) == 0
     assert bootstrap.Environment(root).ready()
-    pip = [root / ".venv" / "bin" / "python", "-m", "pip", "--version"]
-    out = subprocess.run(pip, capture_output=True, text=True, check=True, timeout=60)
-    assert str(packages(root)) in out.stdout
+    assert not bootstrap.Environment(root).unfinished.exists()
 
 
 def test_second_run_does_nothing(made: Path) -> None:
