@@ -24,12 +24,13 @@ from tools.env import (
 )
 from tools.errors import WorkshopError
 from tools.layout import Layout
+from tools.process import listener
 from tools.ui import say
 
 HOST = "127.0.0.1"
 PORT = 8000
 
-# (flag, value or none, why). Any of them may be given otherwise in ARGS.
+# Flag and value. Any of them may be given otherwise in ARGS.
 _DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--host", HOST),
     ("--enable-dbo",),
@@ -43,7 +44,7 @@ _DEFAULTS: tuple[tuple[str, ...], ...] = (
 )
 _TINY_DEFAULTS: tuple[tuple[str, ...], ...] = (("--max-model-len", "2048"),)
 
-# What the server logs when DBO is on, and where to look for it.
+# What the server logs when DBO is on.
 LOG_LINE = "Dual batch overlap is enabled."
 
 
@@ -93,7 +94,8 @@ def plan(
         defaults += [*_TINY_DEFAULTS, ("--served-model-name", checkpoint.DEFAULT)]
     else:
         served = _existing(model)
-    given = given_flags(arguments)
+    config = config_flags(arguments)
+    given = given_flags(arguments) | config.keys()
     chosen = [word for flag in defaults if _name(flag[0]) not in given for word in flag]
     command = [
         str(vllm_script(layout.venv)),
@@ -102,7 +104,11 @@ def plan(
         *chosen,
         *arguments,
     ]
-    text = flag_value(command, "--port")
+
+    def value(flag: str) -> str:
+        return flag_value(command, flag) or config.get(_name(flag), "")
+
+    text = value("--port")
     if not (text.isdecimal() and 0 < int(text) < 65536):
         raise WorkshopError(
             f"--port {text} is not a port.", todo="Give a number from 1 to 65535."
@@ -110,30 +116,35 @@ def plan(
     return Plan(
         command,
         serve_env(layout, offline=model is None),
-        flag_value(command, "--host"),
+        value("--host"),
         int(text),
-        flag_value(command, "--served-model-name") or served,
+        value("--served-model-name") or served,
     )
 
 
 def given_flags(arguments: Sequence[str]) -> set[str]:
-    """Names of the flags in `arguments`, and in the file that `--config` names.
+    """Names of the flags in `arguments`.
 
     As vLLM's parser takes them: `--a_b`, `--a-b=1` and `--no-a-b` all give `a-b`.
     """
-    found = {_name(word) for word in arguments if word.startswith("--")}
-    if config := flag_value(arguments, "--config"):
-        # vLLM puts the file before the command line, where our defaults would win.
-        import yaml  # from the built environment
+    return {_name(word) for word in arguments if word.startswith("--")}
 
-        try:
-            keys = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise WorkshopError(
-                f"--config {config} cannot be read.", str(error)
-            ) from None
-        found |= {_name(f"--{key}") for key in keys or ()}
-    return found
+
+def config_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Flags, with their values, in the file that `--config` names.
+
+    vLLM puts them before the command line, where our defaults would win over them.
+    """
+    config = flag_value(arguments, "--config")
+    if not config:
+        return {}
+    import yaml  # from the built environment
+
+    try:
+        data = yaml.safe_load(Path(config).read_text(encoding="utf-8")) or {}
+        return {_name(f"--{key}"): str(value) for key, value in data.items()}
+    except (OSError, AttributeError, yaml.YAMLError) as error:
+        raise WorkshopError(f"--config {config} cannot be read.", str(error)) from None
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str:
@@ -188,9 +199,12 @@ def check_port(host: str, port: int) -> None:
             probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
+                pid = listener(port)
                 raise WorkshopError(
                     f"Port {port} on {host or 'all addresses'} is in use.",
-                    "Another server listens there, perhaps an earlier `make serve`.",
+                    f"Process {pid} listens there."
+                    if pid
+                    else "Another user's process may listen there.",
                     f"Stop it, or take another port: make serve PORT={port + 1}",
                 ) from None
             raise WorkshopError(

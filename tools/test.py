@@ -202,6 +202,13 @@ def materialise(layout: Layout, slug: str, tree: Path) -> None:
     Compiled files are shared with `build/vllm`. The series' own tree, index and
     refs are left alone.
     """
+    package = layout.tree / "vllm"
+    if not (package / "_version.py").is_file():
+        raise WorkshopError(
+            f"{layout.relative(package / '_version.py')} is missing.",
+            f"Nothing has been built in {layout.relative(layout.tree)}.",
+            "Run `make build` first.",
+        )
     patches = load_series(layout).closure(slug, tests=True)
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
@@ -210,7 +217,6 @@ def materialise(layout: Layout, slug: str, tree: Path) -> None:
         commits = assemble(git, base, patches, layout.overlay)
         git("read-tree", commits[slug])
         git("checkout-index", "--all", env={"GIT_WORK_TREE": str(tree)})
-    package = layout.tree / "vllm"
     for source in [*package.rglob("*.so"), package / "_version.py"]:
         target = tree / "vllm" / source.relative_to(package)
         target.parent.mkdir(parents=True, exist_ok=True)

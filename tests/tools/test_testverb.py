@@ -1,0 +1,262 @@
+"""`test`: which stages run, what counts as a failure, and that none can hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomlkit
+from click.testing import CliRunner
+
+from tools import test as verb
+from tools.errors import WorkshopError
+from tools.layout import Layout, venv_python
+from tools.supervise import session_members, supervise
+from tools.test import (
+    STAGES,
+    Stage,
+    Task,
+    choose,
+    each_tasks,
+    materialise,
+    run_stage,
+    run_stages,
+    summary,
+    upstream_tasks,
+)
+
+
+def built(layout: Layout) -> Layout:
+    """An interpreter in `.venv`, and what a build leaves in the tree."""
+    python = venv_python(layout.venv)
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (layout.tree / "vllm" / "_version.py").write_text("__version__ = '0.30.0'\n")
+    (layout.tree / "vllm" / "_C.abi3.so").write_text("compiled")
+    return layout
+
+
+def stage(name: str, layout: Layout, *scripts: str, is_built: bool = False) -> Stage:
+    tasks = [
+        Task(f"{name}-{at}", (sys.executable, "-c", script), 20, layout.root)
+        for at, script in enumerate(scripts)
+    ]
+    return Stage(name, f"The {name}", lambda _: tasks, is_built)
+
+
+@pytest.fixture(autouse=True)
+def _fast_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(tmp_path)
+
+
+def names(stages: list[Stage]) -> list[str]:
+    return [stage.name for stage in stages]
+
+
+def test_stages_and_their_order() -> None:
+    everything = ["lint", "tools", "check", "build", "upstream", "e2e"]
+    assert names(choose((), fast=False, each=False)) == everything
+    assert names(choose((), fast=True, each=False)) == ["lint", "tools", "check"]
+    assert "each" in names(choose((), fast=False, each=True))
+    assert names(choose(("e2e", "lint"), fast=False, each=False)) == ["lint", "e2e"]
+
+
+def test_ci_has_a_script_for_each_stage() -> None:
+    folder = Path(__file__).resolve().parents[2] / "ci"
+    scripts = {path.name: path for path in folder.iterdir()}
+    assert scripts.keys() == {stage.name for stage in STAGES} - {"each"}
+    for name, path in scripts.items():
+        assert os.access(path, os.X_OK)
+        assert f"--stage {name}'" in path.read_text()
+
+
+def test_a_failing_stage_fails_the_run_but_later_ones_still_run(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = (
+        stage("one", layout, "print('fine')"),
+        stage("two", layout, "raise SystemExit(3)", "print('second task')"),
+        stage("three", layout, "print('also fine')"),
+    )
+    results = run_stages(layout, made)
+    assert [result.ok for result in results] == [True, False, True]
+    assert results[1].problems == ["two-0: exit status 3; build/reports/two-0.log"]
+    assert "second task" in (layout.reports / "two-1.log").read_text()
+    monkeypatch.setattr(verb, "STAGES", made)
+    failed = CliRunner().invoke(verb.command, obj=layout)
+    assert failed.exit_code == 1
+    assert "FAILED: two" in failed.output
+    monkeypatch.setattr(verb, "STAGES", made[:1])
+    assert CliRunner().invoke(verb.command, obj=layout).exit_code == 0
+
+
+def test_the_exit_status_reaches_the_shell(
+    bare: Layout, run_tools: Callable[..., object]
+) -> None:
+    # The checkout has no folder that ruff could look at but this one.
+    (bare.root / "tools").mkdir(exist_ok=True)
+    (bare.root / "tools" / "bad.py").write_text("import os, sys\n")
+    done = run_tools(bare, "test", "--stage", "lint")
+    assert done.returncode == 1
+    assert "F401" in done.stdout
+    assert "FAILED: lint" in done.stdout
+    (bare.root / "tools" / "bad.py").write_text("x = 1\n")
+    assert run_tools(bare, "test", "--stage", "lint").returncode == 0
+
+
+def test_without_a_build_what_needs_it_is_not_run(layout: Layout) -> None:
+    results = run_stages(
+        layout,
+        (
+            stage("build", layout, "raise SystemExit(1)", is_built=True),
+            stage("later", layout, "raise SystemExit('ran')", is_built=True),
+            stage("free", layout, "pass"),
+        ),
+    )
+    assert results[1].problems == ["not run: build failed"]
+    assert results[2].ok
+
+
+def test_counts_come_from_pytest(layout: Layout) -> None:
+    tests = layout.root / "test_it.py"
+    tests.write_text(
+        "import pytest\n\ndef test_a(): pass\n\ndef test_b(): assert 0\n\n"
+        "@pytest.mark.skip\ndef test_c(): pass\n"
+    )
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tests))
+    task = Task("it", command, 60, layout.root, pytest=True)
+    made = Stage("it", "", lambda _: [task])
+    result = run_stage(layout, made)
+    assert (result.passed, result.failed, result.skipped) == (1, 1, 1)
+    assert not result.ok
+    assert "1 failed, 1 passed, 1 skipped" in (layout.reports / "it.log").read_text()
+    # -k may leave a process without a test; without it that is a mistake.
+    assert run_stage(layout, made, "nothing").ok
+    tests.write_text("")
+    assert "found no test" in run_stage(layout, made).problems[0]
+
+
+def test_a_hung_process_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "child = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "subprocess.Popen(child, process_group=0)\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    start = time.monotonic()
+    outcome = supervise(
+        [sys.executable, "-c", script], tmp_path / "log", timeout=1.5, grace=0.5
+    )
+    assert outcome.timed_out
+    assert time.monotonic() - start < 15
+    session, said = (tmp_path / "log").read_text().splitlines()
+    assert not list(session_members(int(session)))
+    assert said.startswith("Still running after")
+
+
+def test_time_up_lets_a_process_clean_up(tmp_path: Path) -> None:
+    script = (
+        "import time\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('cleaned up', flush=True)\n"
+    )
+    outcome = supervise(
+        [sys.executable, "-c", script], tmp_path / "log", timeout=1, grace=10
+    )
+    assert outcome.timed_out
+    assert "cleaned up" in (tmp_path / "log").read_text()
+
+
+def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys, os\n"
+        "child = subprocess.Popen(\n"
+        "    [sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0)\n"
+        "print(os.getpid(), child.pid, flush=True)\n"
+    )
+    outcome = supervise([sys.executable, "-c", script], tmp_path / "log", timeout=20)
+    assert outcome.code == 0
+    assert outcome.seconds < 10
+    session, child = map(int, (tmp_path / "log").read_text().split())
+    assert child not in session_members(session)
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match="no-such-python"):
+        supervise(["/no-such-python"], tmp_path / "log", timeout=1)
+
+
+def test_upstream_tests_run_in_the_tree_and_none_twice(applied: Layout) -> None:
+    built(applied)
+    tasks = upstream_tasks(applied)
+    # gadget-docs names the test of gadget.
+    assert [task.name for task in tasks] == [
+        "upstream-config-answer",
+        "upstream-gadget",
+    ]
+    assert {task.cwd for task in tasks} == {applied.tree}
+    result = run_stage(applied, Stage("upstream", "", upstream_tasks))
+    assert (result.passed, result.problems) == (2, [])
+
+
+def test_each_patch_passes_alone_on_what_it_names(applied: Layout) -> None:
+    built(applied)
+    before = (applied.tree / ".git" / "index").read_bytes()
+    result = run_stage(applied, Stage("each", "", each_tasks))
+    assert (result.passed, result.problems) == (3, [])
+    assert not any((applied.build / "each").iterdir())
+    assert (applied.tree / ".git" / "index").read_bytes() == before
+
+
+def test_each_finds_an_undeclared_dependency(applied: Layout) -> None:
+    built(applied)
+    meta = applied.patches / "gadget-docs.toml"
+    fields = tomlkit.parse(meta.read_text())
+    fields["depends_on"] = []
+    meta.write_text(tomlkit.dumps(fields))
+    assert run_stage(applied, Stage("upstream", "", upstream_tasks)).ok
+    result = run_stage(applied, Stage("each", "", each_tasks))
+    assert len(result.problems) == 1
+    assert result.problems[0].startswith("each-gadget-docs: exit status")
+    # The tree that failed is kept to look at.
+    assert (applied.build / "each" / "gadget-docs" / "docs" / "gadget.md").exists()
+
+
+def test_a_tree_of_one_patch(applied: Layout) -> None:
+    built(applied)
+    tree = applied.build / "each" / "config-answer"
+    materialise(applied, "config-answer", tree)
+    assert "return 42" in (tree / "vllm" / "config.py").read_text()
+    assert not (tree / "vllm" / "gadget").exists()
+    compiled = tree / "vllm" / "_C.abi3.so"
+    assert compiled.samefile(applied.tree / "vllm" / "_C.abi3.so")
+    assert not (tree / ".git").exists()
+
+
+def test_each_without_a_build_says_so(applied: Layout) -> None:
+    with pytest.raises(WorkshopError, match=r"_version\.py") as caught:
+        materialise(applied, "gadget", applied.build / "each" / "gadget")
+    assert "make build" in caught.value.todo
+
+
+def test_the_summary_names_what_failed_and_where() -> None:
+    text = summary(
+        [
+            verb.Result("lint", 2),
+            verb.Result("e2e", 75, passed=3, failed=1, problems=["e2e: bad; a.log"]),
+        ]
+    )
+    assert "FAILED: e2e, in 1 min 17 s." in text
+    assert "e2e: bad; a.log" in text
