@@ -7,8 +7,7 @@ there. These are built from `triton.language` only. A function that is not here 
 an AttributeError where it is used.
 """
 
-import triton
-import triton.language as tl
+from vllm.triton_utils import tl, triton
 
 
 @triton.jit
