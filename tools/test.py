@@ -112,7 +112,9 @@ def lint_tasks(layout: Layout) -> list[Task]:
 
 
 def tool_tasks(layout: Layout) -> list[Task]:
-    return [_own_tests(layout, "tools", 600, "tests/tools", "-m", "not built")]
+    return [
+        _own_tests(layout, "tools", 600, "tests/tools", "-m", "not built", "-n", "auto")
+    ]
 
 
 def check_tasks(layout: Layout) -> list[Task]:
