@@ -45,7 +45,7 @@ _DEFAULTS: tuple[tuple[str, ...], ...] = (
 _TINY_DEFAULTS: tuple[tuple[str, ...], ...] = (("--max-model-len", "2048"),)
 
 # What the server logs when DBO is on.
-LOG_LINE = "Dual batch overlap is enabled."
+LOG_LINE = "Dual batch overlap is enabled at data parallel size 1"
 
 
 @dataclass(frozen=True)
