@@ -1,0 +1,259 @@
+"""What the series costs when DBO is off, and whether a server slows down.
+
+1. Throughput of the patched vLLM with DBO off against the unpatched, in process,
+   with the same model runner (V1). Runs are interleaved, and a second unpatched
+   engine shows what two equal processes differ by.
+2. Latency of later requests against the first ones on a patched server with DBO, for
+   short and for long prompts.
+
+`make bench` runs it. Only ratios are kept: the times are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import selectors
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
+
+import sides  # noqa: E402
+from servers import Server  # noqa: E402
+
+from tools import checkpoint  # noqa: E402
+from tools.layout import Layout  # noqa: E402
+from tools.ui import say, step  # noqa: E402
+
+START_TIMEOUT_S = 180
+RUN_TIMEOUT_S = 60
+# Each set has engines of its own: two equal processes differ by their memory's
+# layout as long as they live.
+SETS = 3
+ROUNDS = 16
+WARM_UP = 3
+
+BATCHES = 40
+# Of that many batches at the begin and at the end the medians are compared.
+EDGE = 10
+SHORT, LONG = 8, 1500
+
+
+class Engine:
+    """bench/engine.py at work."""
+
+    def __init__(self, side: sides.Side, model: Path, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [str(side.python), str(ROOT / "bench" / "engine.py"), str(model)],
+                env=side.env("v1"),
+                cwd=log.parent,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                process_group=0,
+            )
+        self.log = log
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def wait_ready(self) -> dict[str, str]:
+        """Versions of what it runs."""
+        return self._read(START_TIMEOUT_S)
+
+    def run(self) -> float:
+        """Tokens per second of one run."""
+        self.process.stdin.write(b"run\n")
+        self.process.stdin.flush()
+        result = self._read(RUN_TIMEOUT_S)
+        return result["tokens"] / result["seconds"]
+
+    def _read(self, timeout: float) -> dict[str, Any]:
+        # The engine writes a line at once, so what can be read is a whole line.
+        if not self.selector.select(timeout):
+            raise RuntimeError(f"The engine said nothing for {timeout} s: {self.log}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"The engine has ended: {self.log}")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.selector.close()
+
+
+def throughput(layout: Layout, model: Path) -> dict[str, Any]:
+    """Ratios of throughput: patched to unpatched, and unpatched to unpatched."""
+    kinds = {
+        "reference": sides.reference(layout),
+        "control": sides.reference(layout),
+        "patched": sides.patched(layout),
+    }
+    rows: list[dict[str, float]] = []
+    versions: dict[str, Any] = {}
+    for number in range(SETS):
+        with step(f"Throughput, DBO off: engines {number + 1} of {SETS}"):
+            rows += _throughput_set(layout, model, kinds, versions, number)
+    return {
+        "what": "tokens per second, paired by round; above 1: the first is faster",
+        "runner": "V1",
+        "sets": SETS,
+        "rounds_per_set": ROUNDS,
+        "patched_to_unpatched": spread(
+            [row["patched"] / row["reference"] for row in rows]
+        ),
+        "unpatched_to_unpatched": spread(
+            [row["control"] / row["reference"] for row in rows]
+        ),
+        "versions": versions,
+    }
+
+
+def _throughput_set(
+    layout: Layout,
+    model: Path,
+    kinds: dict[str, sides.Side],
+    versions: dict[str, Any],
+    number: int,
+) -> list[dict[str, float]]:
+    engines: dict[str, Engine] = {}
+    try:
+        for name, side in kinds.items():
+            log = layout.reports / "bench" / f"engine-{name}.log"
+            engines[name] = Engine(side, model, log)
+            # One after the other, so that no start disturbs another.
+            versions[name] = engines[name].wait_ready()
+        for _ in range(WARM_UP):
+            for engine in engines.values():
+                engine.run()
+        rows = []
+        # Each follows each other equally often.
+        order = random.Random(number)
+        for _ in range(ROUNDS):
+            names = order.sample(list(engines), len(engines))
+            rows.append({name: engines[name].run() for name in names})
+        return rows
+    finally:
+        for engine in engines.values():
+            engine.stop()
+
+
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {
+        "median": round(median, 4),
+        "quartile_1": round(low, 4),
+        "quartile_3": round(high, 4),
+    }
+
+
+def latency(layout: Layout, model: Path) -> dict[str, Any]:
+    """Later requests against the first ones, two at a time so that steps split."""
+    server = Server(
+        sides.patched(layout),
+        "v2",
+        model,
+        layout.reports / "bench",
+        [
+            "--enable-dbo",
+            "--dbo-decode-token-threshold=2",
+            "--dbo-prefill-token-threshold=16",
+            "--max-model-len=2048",
+        ],
+    )
+    rng = random.Random(0)
+    times: dict[str, list[float]] = {"short_prompts": [], "long_prompts": []}
+    try:
+        with step("Latency with DBO: start of the server"):
+            server.wait_ready()
+        server.watch_steps()
+        with step(f"Latency with DBO: {BATCHES} batches of short and of long prompts"):
+            for _ in range(BATCHES):
+                for (_, found), length in zip(
+                    times.items(), (SHORT, LONG), strict=True
+                ):
+                    prompts = [
+                        [rng.randrange(256) for _ in range(length)] for _ in range(2)
+                    ]
+                    found.append(_batch(server, prompts))
+        steps = server.watched_steps()
+    finally:
+        server.stop()
+    split = sum(bool(each["slices"]) for each in steps)
+    return {
+        "what": "median latency of later requests to that of the first; below 1: "
+        "later ones are faster",
+        "batches": BATCHES,
+        "compared": EDGE,
+        "prompt_tokens": {"short_prompts": SHORT, "long_prompts": LONG},
+        "split_steps": round(split / len(steps), 3),
+        **{
+            name: round(
+                statistics.median(found[-EDGE:]) / statistics.median(found[:EDGE]), 4
+            )
+            for name, found in times.items()
+        },
+    }
+
+
+def _batch(server: Server, prompts: list[list[int]]) -> float:
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(server.complete, prompts))
+    return time.perf_counter() - start
+
+
+def machine() -> dict[str, Any]:
+    """The machine, without anything that names it."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "cpu": model or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "load_before": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="Where the result is written.")
+    output = parser.parse_args().output
+    layout = Layout(ROOT)
+    about = {"command": "make bench", "machine": machine()}
+    model = checkpoint.ensure(layout)
+    result = about | {
+        "model": model.name,
+        "throughput_dbo_off": throughput(layout, model),
+        "latency_dbo_on": latency(layout, model),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    say(f"    written to {layout.relative(output)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Runs the benchmarks; their results are ratios, kept in bench/results."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from tools.build import build, build_base
+from tools.env import clean_environ
+from tools.errors import WorkshopError
+from tools.layout import Layout
+from tools.supervise import supervise
+
+BENCHMARKS = {"dbo-off": "dbo_off.py"}
+_TIMEOUT_S = 1200
+
+
+@click.command()
+@click.option(
+    "--only",
+    type=click.Choice(list(BENCHMARKS)),
+    multiple=True,
+    help="Run only this one; may be given several times.",
+)
+@click.pass_obj
+def command(layout: Layout, only: tuple[str, ...]) -> None:
+    """Measure the patched vLLM against the unpatched, side by side in one run.
+
+    Takes a few minutes; leave the machine alone meanwhile. Results go to
+    bench/results, logs to build/reports.
+    """
+    build(layout)
+    build_base(layout)
+    for name in only or BENCHMARKS:
+        result = layout.root / "bench" / "results" / f"{name}.json"
+        log = layout.reports / f"bench-{name}.log"
+        log.unlink(missing_ok=True)
+        program = layout.root / "bench" / BENCHMARKS[name]
+        outcome = supervise(
+            [sys.executable, str(program), str(result)],
+            log,
+            _TIMEOUT_S,
+            layout.root,
+            clean_environ(),
+        )
+        if outcome.code or outcome.timed_out:
+            why = (
+                f"It took longer than {_TIMEOUT_S} s."
+                if outcome.timed_out
+                else f"Exit status {outcome.code}."
+            )
+            raise WorkshopError(
+                f"The benchmark {name} failed.",
+                f"{why} Its output is above, and in {layout.relative(log)}.",
+            )
