@@ -223,7 +223,7 @@ def describe(server: Plan) -> str:
             "==> The same by hand:",
             shell_line(server.env, server.command),
             "",
-            "==> Once the log says `Application startup complete`, in another shell:",
+            "==> When the log says that startup is complete, in another shell:",
             f"curl -s {server.url}/v1/completions "
             f"-H 'Content-Type: application/json' -d '{completion}'",
             "",
