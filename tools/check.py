@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tempfile
@@ -75,11 +76,21 @@ _ZERO_COMMIT = b"From " + b"0" * 40 + b" Mon Sep 17 00:00:00 2001\n"
 _TAKES_VALUE = ("-k", "-m", "-n", "-o", "-p", "-c", "--deselect", "--ignore")
 _MAX_FILE = 5_000_000
 
-# `[.]` and `[k]` keep this file from matching itself.
-_REGISTRIES = re.compile(
-    r"\b(pypi[.]org|pythonhosted[.]org|download[.]pytorch[.]org|wheels[.]vllm[.]ai"
-    r"|npmjs[.]org|crates[.]io|proxy[.]golang[.]org|conda[.]anaconda[.]org)\b"
+# Hashes (the first 16 digits) of the hosts of package registries, so that this file
+# does not name them either.
+_REGISTRIES = frozenset(
+    (
+        "a4aa2ac280bb8d1a",
+        "8b5bb5eb9d758455",
+        "03e390c8d8a6f2cf",
+        "81cb2c6b00812985",
+        "8743857e3ea00fd1",
+        "789e46d79514e280",
+        "00a7dc5a0cc38858",
+        "4db460c55b85212e",
+    )
 )
+_HOST = re.compile(r"\b(?:[a-z0-9-]+\.)+(?:ai|com|dev|io|net|org)\b", re.IGNORECASE)
 _INDEX_URL = re.compile(
     r"https?://(?>(?:[^/@\s]*@)?)"
     r"(?!127\.0\.0\.1|localhost|[\w.-]*(?:example|invalid))[^\s\"'<>]+/simple\b"
@@ -305,7 +316,6 @@ def parse(mail: bytes) -> PatchSet:
 def _check_hygiene(layout: Layout, report: Report) -> None:
     """Rule hygiene, on the files that are, or would be, tracked."""
     forms = {
-        "a package registry": _REGISTRIES,
         "a package index": _INDEX_URL,
         "a path of one machine": PRIVATE["a path of one machine"],
     }
@@ -321,13 +331,29 @@ def _check_hygiene(layout: Layout, report: Report) -> None:
         if b"\0" in data[:8000] or len(data) > _MAX_FILE:
             continue
         for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
-            for what, form in forms.items():
-                if match := form.search(line):
-                    report.add(
-                        "hygiene",
-                        None,
-                        f"{layout.relative(path)}:{number} names {what}: {match[0]}",
-                    )
+            named = [
+                (what, match[0])
+                for what, form in forms.items()
+                if (match := form.search(line))
+            ]
+            named += [
+                ("a package registry", match[0])
+                for match in _HOST.finditer(line)
+                if _is_registry(match[0])
+            ]
+            for what, text in named:
+                where = f"{layout.relative(path)}:{number}"
+                report.add("hygiene", None, f"{where} names {what}: {text}")
+
+
+def _is_registry(host: str) -> bool:
+    """Whether a host, or a domain that it is in, is a package registry's."""
+    parts = host.lower().split(".")
+    domains = (".".join(parts[at:]) for at in range(len(parts) - 1))
+    return any(
+        hashlib.sha256(domain.encode()).hexdigest()[:16] in _REGISTRIES
+        for domain in domains
+    )
 
 
 def _tracked(layout: Layout) -> list[Path]:
