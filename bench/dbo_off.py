@@ -162,12 +162,16 @@ def _throughput_set(
 
 
 def compare(
-    rows: Sequence[dict[str, dict[str, float]]], name: str
+    rows: Sequence[dict[str, dict[str, float]]], name: str, others: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Ratios of the engine `name` to the reference, for each measure."""
+    """Ratios of the engine `name` to the mean of `others`, for each measure."""
     return {
         measure: spread(
-            [row[name][measure] / row["reference"][measure] for row in rows]
+            [
+                row[name][measure]
+                / statistics.fmean(row[other][measure] for other in others)
+                for row in rows
+            ]
         )
         for measure in ("throughput", "tokens_per_cpu_second")
     }
