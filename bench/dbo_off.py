@@ -4,7 +4,8 @@
    with the same model runner (V1). Runs are interleaved, and a second unpatched
    engine shows what two equal processes differ by.
 2. Latency of later requests against the first ones on a patched server with DBO, for
-   short and for long prompts.
+   short and for long prompts. An unpatched server that takes turns with it shows what
+   the machine itself does meanwhile.
 
 `make bench` runs it. Only ratios are kept: the times are this machine's.
 """
@@ -41,12 +42,12 @@ RUN_TIMEOUT_S = 60
 # Each set has engines of its own: two equal processes differ by their memory's
 # layout as long as they live.
 SETS = 3
-ROUNDS = 12
+ROUNDS = 24
 WARM_UP = 3
 
-BATCHES = 30
+BATCHES = 60
 # Of that many batches at the begin and at the end the medians are compared.
-EDGE = 10
+EDGE = 20
 SHORT, LONG = 8, 1500
 
 
@@ -177,63 +178,79 @@ def compare(
     }
 
 
-def spread(ratios: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, median, high = statistics.quantiles(ratios, n=4)
+def spread(ratios: Sequence[float]) -> dict[str, float | list[float]]:
+    """Median, its 95 % interval by rank (as in a sign test), and quartiles."""
+    ordered = sorted(ratios)
+    low, median, high = statistics.quantiles(ordered, n=4)
+    middle, reach = (len(ordered) - 1) / 2, 0.98 * len(ordered) ** 0.5
+    first, last = max(0, int(middle - reach)), -int(-(middle + reach) // 1)
+    interval = ordered[first], ordered[min(last, len(ordered) - 1)]
     return {
         "median": round(median, 4),
-        "quartile_1": round(low, 4),
-        "quartile_3": round(high, 4),
+        "median_95": [round(value, 4) for value in interval],
+        "quartiles": [round(low, 4), round(high, 4)],
     }
 
 
 def latency(layout: Layout, model: Path) -> dict[str, Any]:
     """Later requests against the first ones, two at a time so that steps split."""
-    server = Server(
-        sides.patched(layout),
-        "v2",
-        model,
-        layout.reports / "bench",
-        [
-            "--enable-dbo",
-            "--dbo-decode-token-threshold=2",
-            "--dbo-prefill-token-threshold=16",
-            "--max-model-len=2048",
-        ],
-    )
+    folder = layout.reports / "bench"
+    flags = ["--max-model-len=2048"]
+    dbo = [
+        "--enable-dbo",
+        "--dbo-decode-token-threshold=2",
+        "--dbo-prefill-token-threshold=16",
+    ]
+    lengths = {"short_prompts": SHORT, "long_prompts": LONG}
     rng = random.Random(0)
-    times: dict[str, list[float]] = {"short_prompts": [], "long_prompts": []}
+    servers: dict[str, Server] = {}
     try:
-        with step("Latency with DBO: start of the server"):
-            server.wait_ready()
-        server.watch_steps()
+        with step("Latency with DBO: start of the servers"):
+            for name, side, runner, more in (
+                ("patched_dbo", sides.patched(layout), "v2", dbo),
+                ("unpatched", sides.reference(layout), "v1", []),
+            ):
+                servers[name] = Server(side, runner, model, folder, [*flags, *more])
+                servers[name].wait_ready()
+        times: dict[str, dict[str, list[float]]] = {
+            name: {kind: [] for kind in lengths} for name in servers
+        }
         with step(f"Latency with DBO: {BATCHES} batches of short and of long prompts"):
             for _ in range(BATCHES):
-                for (_, found), length in zip(
-                    times.items(), (SHORT, LONG), strict=True
-                ):
-                    prompts = [
-                        [rng.randrange(256) for _ in range(length)] for _ in range(2)
-                    ]
-                    found.append(_batch(server, prompts))
-        steps = server.watched_steps()
+                for kind, length in lengths.items():
+                    prompts = _prompts(rng, length)
+                    for name, server in servers.items():
+                        times[name][kind].append(_batch(server, prompts))
+        # Afterwards, so that nothing is measured that does not belong to a server.
+        servers["patched_dbo"].watch_steps()
+        for length in lengths.values():
+            _batch(servers["patched_dbo"], _prompts(rng, length))
+        steps = servers["patched_dbo"].watched_steps()
     finally:
-        server.stop()
+        for server in servers.values():
+            server.stop()
     split = sum(bool(each["slices"]) for each in steps)
     return {
         "what": "median latency of later requests to that of the first; below 1: "
         "later ones are faster",
         "batches": BATCHES,
         "compared": EDGE,
-        "prompt_tokens": {"short_prompts": SHORT, "long_prompts": LONG},
+        "prompt_tokens": lengths,
         "split_steps": round(split / len(steps), 3),
         **{
-            name: round(
-                statistics.median(found[-EDGE:]) / statistics.median(found[:EDGE]), 4
-            )
-            for name, found in times.items()
+            name: {kind: later(found) for kind, found in kinds.items()}
+            for name, kinds in times.items()
         },
     }
+
+
+def later(times: Sequence[float]) -> float:
+    """Median of the last to that of the first."""
+    return round(statistics.median(times[-EDGE:]) / statistics.median(times[:EDGE]), 4)
+
+
+def _prompts(rng: random.Random, length: int) -> list[list[int]]:
+    return [[rng.randrange(256) for _ in range(length)] for _ in range(2)]
 
 
 def _batch(server: Server, prompts: list[list[int]]) -> float:
