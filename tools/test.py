@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from tools.errors import WorkshopError
 from tools.git import scratch
 from tools.layout import Layout, venv_python
 from tools.pin import load_pin
-from tools.series import Patch, assemble, load_series
+from tools.series import assemble, load_series
 from tools.state import base_commit
 from tools.supervise import Outcome, supervise
 from tools.ui import say
@@ -149,8 +150,8 @@ def each_tasks(layout: Layout) -> list[Task]:
             "each",
             tree := layout.build / "each" / patch.slug,
             patch.meta.tests,
-            prepare=_Materialise(layout, patch, tree),
-            cleanup=_Remove(tree),
+            prepare=partial(materialise, layout, patch.slug, tree),
+            cleanup=partial(shutil.rmtree, tree, ignore_errors=True),
         )
         for patch in load_series(layout).patches
     ]
@@ -178,26 +179,6 @@ def _upstream(
     )
 
 
-@dataclass(frozen=True)
-class _Materialise:
-    """Writes a tree with one patch and what it depends on."""
-
-    layout: Layout
-    patch: Patch
-    tree: Path
-
-    def __call__(self) -> None:
-        materialise(self.layout, self.patch.slug, self.tree)
-
-
-@dataclass(frozen=True)
-class _Remove:
-    tree: Path
-
-    def __call__(self) -> None:
-        shutil.rmtree(self.tree, ignore_errors=True)
-
-
 def materialise(layout: Layout, slug: str, tree: Path) -> None:
     """Write the base with `slug`, its `depends_on` and its `test_depends_on`.
 
@@ -217,7 +198,8 @@ def materialise(layout: Layout, slug: str, tree: Path) -> None:
     with scratch(layout.tree) as git:
         base = base_commit(load_pin(layout.pin))
         commits = assemble(git, base, patches, layout.overlay)
-        git("read-tree", commits[slug])
+        # The tip: what only the tests need may come after the slug.
+        git("read-tree", list(commits.values())[-1])
         git("checkout-index", "--all", env={"GIT_WORK_TREE": str(tree)})
     for source in [*package.rglob("*.so"), package / "_version.py"]:
         target = tree / "vllm" / source.relative_to(package)

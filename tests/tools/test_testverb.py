@@ -245,6 +245,20 @@ def test_a_tree_of_one_patch(applied: Layout) -> None:
     assert not (tree / ".git").exists()
 
 
+def test_a_tree_has_what_the_tests_need_even_from_later_patches(
+    applied: Layout,
+) -> None:
+    built(applied)
+    meta = applied.patches / "config-answer.toml"
+    fields = tomlkit.parse(meta.read_text())
+    fields["test_depends_on"] = ["gadget"]
+    meta.write_text(tomlkit.dumps(fields))
+    tree = applied.build / "each" / "config-answer"
+    materialise(applied, "config-answer", tree)
+    assert "return 42" in (tree / "vllm" / "config.py").read_text()
+    assert (tree / "vllm" / "gadget").is_dir()
+
+
 def test_each_without_a_build_says_so(applied: Layout) -> None:
     with pytest.raises(WorkshopError, match=r"_version\.py") as caught:
         materialise(applied, "gadget", applied.build / "each" / "gadget")
