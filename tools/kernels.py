@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import hashlib
 import os
 import platform
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.download import sha256_of
 from tools.env import Compiled
 from tools.errors import WorkshopError
 
@@ -108,7 +108,7 @@ def differences(tree: Path, compiled: dict[str, Member]) -> dict[str, str]:
             continue
         if size != member.size:
             found[name] = f"has {size} bytes, not {member.size}"
-        elif (digest := _sha256(path)) != member.sha256:
+        elif (digest := sha256_of(path)) != member.sha256:
             found[name] = f"has sha256 {digest[:12]}…, not {member.sha256[:12]}…"
     return found
 
@@ -159,8 +159,3 @@ def cpu_library(machine: str | None = None, cpuinfo: str | None = None) -> str:
     if "avx512_bf16" in flags:
         return "vllm/_C.abi3.so"
     return "vllm/_C_AVX512.abi3.so"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -85,6 +85,39 @@ def running(pid: int) -> Running:
     )
 
 
+@dataclass(frozen=True)
+class Stat:
+    """Where a process belongs.
+
+    Attributes:
+        pid: Of the process.
+        group: Its process group.
+        session: Its session.
+    """
+
+    pid: int
+    group: int
+    session: int
+
+
+def stat(pid: int) -> Stat | None:
+    """Look at a process; None if there is none, or only a zombie."""
+    try:
+        # pid (name) state ppid pgrp session ...; the name may hold anything.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, _, group, session = text.rpartition(")")[2].split()[:4]
+    return None if state in "ZX" else Stat(pid, int(group), int(session))
+
+
+def alive() -> Iterator[Stat]:
+    """All processes, without zombies."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (found := stat(int(entry.name))):
+            yield found
+
+
 def descendants(pid: int) -> list[int]:
     """Children of a process, their children, and so on."""
     found: list[int] = []

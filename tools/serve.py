@@ -37,8 +37,8 @@ _DEFAULTS: tuple[tuple[str, ...], ...] = (
     # Low enough that two concurrent requests are seen to split; not for speed.
     ("--dbo-decode-token-threshold", "2"),
     ("--dbo-prefill-token-threshold", "16"),
-    # A step in which one request reads prefix blocks that another writes must not
-    # be split, and nothing in this series sees to that yet.
+    # A step in which one request reads prefix blocks that another writes is not
+    # split: without, the same prompt asked twice at once shows a split step too.
     ("--no-enable-prefix-caching",),
     ("--enforce-eager",),
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from tools.errors import WorkshopError
+from tools.process import alive
 
 # For pytest to tear down its fixtures, the servers among them.
 GRACE_S = 60
@@ -107,17 +108,7 @@ def kill_session(session: int) -> None:
 
 def session_members(session: int) -> Iterator[int]:
     """Processes of a session, without zombies."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # pid (name) state ppid pgrp session ...; the name may hold anything.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, _, _, owner = fields.split()[:4]
-        if int(owner) == session and state not in "ZX":
-            yield int(entry.name)
+    return (each.pid for each in alive() if each.session == session)
 
 
 def _interrupt(process: subprocess.Popen[bytes], grace: float) -> None:

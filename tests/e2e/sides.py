@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.layout import Layout, venv_python
+from tools.process import alive, stat
 
 # Each engine computes on one thread, so that two run side by side on two cores and
 # every sum is taken in the same order.
@@ -128,7 +128,7 @@ class Process:
 
     def members(self) -> list[int]:
         """Processes of the group that are still there, zombies left out."""
-        return list(_group(self.pid))
+        return [each.pid for each in alive() if each.group == self.pid]
 
     def is_gone(self, timeout: float = 10) -> bool:
         """Whether no process of the group is left within `timeout` seconds."""
@@ -144,28 +144,9 @@ class Process:
         return "\n".join([f"... {self.log}:", *text[-lines:]])
 
 
-def _group(pgid: int) -> Iterable[int]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            state, group = _stat(int(entry.name))
-            if group == pgid and state not in "ZX":
-                yield int(entry.name)
-
-
 def is_alive(pid: int) -> bool:
     """Whether there is such a process that is not a zombie."""
-    return _stat(pid)[0] not in "ZX"
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """State and process group of a process; state `X` if there is none."""
-    try:
-        # pid (name) state ppid pgrp ...; the name may hold any character.
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    state, _, group = text.rpartition(")")[2].split()[:3]
-    return state, int(group)
+    return stat(pid) is not None
 
 
 WORKER = Path(__file__).with_name("worker.py")
