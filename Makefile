@@ -4,7 +4,8 @@ DEVICE ?= cpu
 # exec: a signal to make reaches the server that `make serve` becomes.
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
-.PHONY: help status fetch apply build doctor serve export check test test-fast bench
+.PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
+	test-fast bench
 
 help:
 	@$(TOOLS) --help
@@ -20,6 +21,12 @@ build:
 
 serve:
 	@$(TOOLS) serve $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) -- $(ARGS)
+
+serve-afd:
+	@$(TOOLS) serve-afd $(if $(ROLE),--role "$(ROLE)") $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) -- $(ARGS)
+
+demo:
+	@$(TOOLS) demo $(if $(MODEL),--model "$(MODEL)") -- $(ARGS)
 
 test:
 	@$(TOOLS) test $(ARGS)

@@ -12,7 +12,7 @@ from tools.errors import WorkshopError
 from tools.layout import Layout
 
 # Verb -> one line of help, in the order in which a newcomer needs them. Each verb
-# is a click command named `command` in the module `tools.<verb>`.
+# is a click command named `command` in the module `tools.<verb>` ("-" becomes "_").
 VERBS = {
     "status": "Show base, series, tree, environment and what `vllm serve` would load.",
     "fetch": "Make the base tree from vLLM's sdist or from an upstream clone.",
@@ -20,6 +20,8 @@ VERBS = {
     "build": "Make the environment whose `vllm` is the patched one.",
     "doctor": "Prove what an installed or running vLLM is.",
     "serve": "Serve a model with the patched vLLM (a tiny one unless told).",
+    "serve-afd": "Serve one AFD role, attention or FFN, of a model.",
+    "demo": "Run both AFD roles, compare with one vLLM, print what overlapped.",
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
@@ -34,7 +36,7 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        command = importlib.import_module(f"tools.{name}").command
+        command = importlib.import_module(f"tools.{name.replace('-', '_')}").command
         command.name = name
         return command
 

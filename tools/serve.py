@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 PORT = 8000
 
 # Flag and value. Any of them may be given otherwise in ARGS.
-_DEFAULTS: tuple[tuple[str, ...], ...] = (
+DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--host", HOST),
     ("--enable-dbo",),
     # Low enough that two concurrent requests are seen to split; not for speed.
@@ -79,6 +79,9 @@ def plan(
     model: str | None = None,
     port: int | None = None,
     arguments: Sequence[str] = (),
+    *,
+    defaults: Sequence[tuple[str, ...]] = DEFAULTS,
+    cores: str | None = None,
 ) -> Plan:
     """Put the server's command together; nothing is run.
 
@@ -87,8 +90,10 @@ def plan(
         port: Port unless `arguments` have one.
         arguments: Any flags of `vllm serve`. They come last, and a default of ours
             for the same flag is left out.
+        defaults: Flags, each with its value, unless `arguments` have them.
+        cores: Cores for its threads; it is bound to none unless given.
     """
-    defaults = [*_DEFAULTS, ("--port", str(PORT if port is None else port))]
+    defaults = [*defaults, ("--port", str(PORT if port is None else port))]
     if model is None:
         served = str(layout.build / "models" / checkpoint.DEFAULT)
         defaults += [*_TINY_DEFAULTS, ("--served-model-name", checkpoint.DEFAULT)]
@@ -115,7 +120,7 @@ def plan(
         )
     return Plan(
         command,
-        serve_env(layout, offline=model is None),
+        serve_env(layout, cores=cores, offline=model is None),
         value("--host"),
         int(text),
         value("--served-model-name") or served,
