@@ -1,0 +1,306 @@
+"""Pairs of real `vllm serve` with the AFD roles, on 127.0.0.1, a core each."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from servers import REQUEST_TIMEOUT_S, Server
+from sides import Process, Side
+
+from tools.env import disjoint_cores
+from tools.errors import WorkshopError
+from tools.process import descendants, stat
+
+ROLES = ("attention", "ffn")
+# Two servers of three processes each, which may have to share the cores with others.
+START_TIMEOUT_S = 600
+DBO_FLAGS = (
+    "--enable-dbo",
+    "--dbo-decode-token-threshold=2",
+    "--dbo-prefill-token-threshold=16",
+)
+
+_OPTIONS = (
+    "--host=127.0.0.1",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--no-enable-prefix-caching",
+    "--max-model-len=2048",
+    "--max-num-seqs=16",
+    "--seed=0",
+)
+# How the names begin that vLLM gives its processes, and what we call them.
+_TITLES = {"VLLM::Engine": "engine", "VLLM::Worker": "worker"}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing listens on, all different."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the roles meet, and where each answers HTTP."""
+
+    afd: int
+    attention: int
+    ffn: int
+
+    @classmethod
+    def free(cls) -> Ports:
+        return cls(*free_ports(3))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A pair of servers that can be started, also several times.
+
+    Attributes:
+        side: Whose vLLM.
+        model: Folder of a checkpoint.
+        folder: Where the logs are kept.
+        options: Flags of `vllm serve` for both roles.
+        attention_options: Flags of the attention role, such as `DBO_FLAGS`.
+        config: Keys of `--afd-config` for both roles.
+        ports: Free ones unless given.
+    """
+
+    side: Side
+    model: Path
+    folder: Path
+    options: Sequence[str] = ()
+    attention_options: Sequence[str] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    ports: Ports = field(default_factory=Ports.free)
+
+
+class AFDServer(Server):
+    """One role, started at once; `wait_ready` waits until it answers.
+
+    Args:
+        config: Keys of `--afd-config` that only this role gets.
+        log_name: Name of its log, without the suffix; the role's unless given.
+        port: HTTP port, if not that of `spec`.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        role: str,
+        config: dict[str, Any] | None = None,
+        log_name: str | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.role = role
+        self.model = spec.model.name
+        self.port = port or getattr(spec.ports, role)
+        own = {"afd_role": role, "afd_port": spec.ports.afd}
+        # The paths of sockets below it are limited to some 100 characters.
+        self._tmp = tempfile.TemporaryDirectory(
+            prefix=f"afd-{role[0]}-", ignore_cleanup_errors=True
+        )
+        self.tmp = Path(self._tmp.name)
+        self.process = Process(
+            [
+                str(spec.side.python.with_name("vllm")),
+                "serve",
+                str(spec.model),
+                f"--served-model-name={self.model}",
+                f"--port={self.port}",
+                f"--afd-config={json.dumps(own | spec.config | (config or {}))}",
+                *_OPTIONS,
+                *spec.options,
+                *(spec.attention_options if role == "attention" else ()),
+            ],
+            _environment(spec.side, role) | {"TMPDIR": str(self.tmp)},
+            spec.folder / f"{log_name or role}.log",
+        )
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+        )
+
+    def is_healthy(self) -> bool:
+        """Whether it answers that it is.
+
+        Raises:
+            RuntimeError: It ended; has the log's end.
+        """
+        if (code := self.process.popen.poll()) is not None:
+            raise RuntimeError(
+                f"The {self.role} server ended with status {code}.\n"
+                f"{self.process.tail()}"
+            )
+        try:
+            return self.client.get("/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_ready(self) -> None:
+        wait_ready(self)
+
+    def text(self) -> str:
+        """What it has logged."""
+        return self.process.log.read_text(errors="replace")
+
+    def family(self) -> dict[str, int]:
+        """Its processes by what they are: `api`, `engine` and `worker`, so far."""
+        found = {"api": self.process.pid}
+        for pid in descendants(self.process.pid):
+            title = _title(pid)
+            for prefix, kind in _TITLES.items():
+                if title.startswith(prefix):
+                    found.setdefault(kind, pid)
+        return found
+
+    def pids(self) -> list[int]:
+        """All its processes, helpers of Python's multiprocessing among them."""
+        return [self.process.pid, *descendants(self.process.pid)]
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        text = self.client.get("/metrics").text
+        pattern = rf"^{re.escape(name)}(?:\{{.*\}})? ([-+.\deE]+)$"
+        values = re.findall(pattern, text, re.MULTILINE)
+        if not values:
+            raise AssertionError(f"There is no metric {name}.")
+        return sum(map(float, values))
+
+    def kill(self) -> None:
+        """End all its processes at once."""
+        self.client.close()
+        self.process.kill()
+        self._tmp.cleanup()
+
+    def stop(self) -> int | None:
+        code = super().stop()
+        self._tmp.cleanup()
+        return code
+
+
+class AFDPair:
+    """Both roles, started together; as a context, stopped in the end.
+
+    Args:
+        first: Role that is started first, when the order matters.
+    """
+
+    def __init__(self, spec: Spec, first: str = "ffn") -> None:
+        self.spec = spec
+        self.servers: dict[str, AFDServer] = {}
+        try:
+            for role in sorted(ROLES, key=lambda role: role != first):
+                self.servers[role] = AFDServer(spec, role)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def attention(self) -> AFDServer:
+        return self.servers["attention"]
+
+    @property
+    def ffn(self) -> AFDServer:
+        return self.servers["ffn"]
+
+    def other(self, role: str) -> AFDServer:
+        """The peer of a role."""
+        return self.servers[ROLES[1 - ROLES.index(role)]]
+
+    def wait_ready(self) -> None:
+        """Wait until both are healthy.
+
+        Raises:
+            RuntimeError: One ended, or is not healthy in time; has its log's end.
+        """
+        wait_ready(*self.servers.values())
+
+    def stop(self) -> dict[str, int | None]:
+        """End both as a user does, attention first.
+
+        Returns:
+            Exit statuses; None for one that had to be killed.
+        """
+        return {
+            role: self.servers[role].stop() for role in ROLES if role in self.servers
+        }
+
+    def kill(self) -> None:
+        for server in self.servers.values():
+            server.kill()
+
+    def __enter__(self) -> AFDPair:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+
+def wait_ready(*servers: AFDServer, timeout: float = START_TIMEOUT_S) -> None:
+    """Wait until all are healthy.
+
+    Raises:
+        RuntimeError: One ended, or is not healthy in time; has its log's end.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        # All are asked, also if one is not ready: any of them may have ended.
+        healthy = [server.is_healthy() for server in servers]
+        if all(healthy):
+            return
+        if time.monotonic() > deadline:
+            tails = "\n".join(server.process.tail() for server in servers)
+            raise RuntimeError(f"Not healthy after {timeout:.0f} s.\n{tails}")
+        time.sleep(0.2)
+
+
+def _environment(side: Side, role: str) -> dict[str, str]:
+    env = side.env("v2")
+    # The attention role has to choose the runner by itself.
+    del env["VLLM_USE_V2_MODEL_RUNNER"]
+    try:
+        cores = disjoint_cores(len(ROLES))[ROLES.index(role)]
+    except WorkshopError:
+        return env  # There is one core, which both have to share.
+    # Each computes on one thread, so that every sum is taken in the same order.
+    return env | {"VLLM_CPU_OMP_THREADS_BIND": cores.split(",")[0]}
+
+
+def _title(pid: int) -> str:
+    if stat(pid) is None:
+        return ""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
