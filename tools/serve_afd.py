@@ -26,13 +26,8 @@ from tools.ui import say
 ROLES = ("attention", "ffn")
 PORTS = {"attention": serve.PORT, "ffn": serve.PORT + 1}
 
-# Without, vLLM kills its engine at once, which then cannot say goodbye to its peer.
-_GRACE = ("--shutdown-timeout", "10")
 # The FFN role follows the attention role's DBO, runs eagerly and has no KV cache.
-_DEFAULTS = {
-    "attention": (*serve.DEFAULTS, _GRACE),
-    "ffn": (("--host", serve.HOST), _GRACE),
-}
+_DEFAULTS = {"attention": serve.DEFAULTS, "ffn": (("--host", serve.HOST),)}
 
 
 def role_plan(
