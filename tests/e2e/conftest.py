@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import DBO, Jobs, Kind
+from jobs import Jobs
 
 from tools.layout import Layout
 
@@ -31,15 +31,23 @@ def layout() -> Layout:
 
 
 @pytest.fixture(scope="session")
-def jobs(layout: Layout, request: pytest.FixtureRequest) -> Iterator[Jobs]:
-    """The engines of all collected tests, two at work at a time."""
-    wanted: dict[tuple[Kind, str], None] = {}
+def all_jobs(layout: Layout) -> Iterator[Jobs]:
+    started = Jobs(layout)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def jobs(all_jobs: Jobs, request: pytest.FixtureRequest) -> Jobs:
+    """Engines, two at work at a time; those of the module's tests are started.
+
+    Not those of later modules too, which may have servers to start meanwhile.
+    """
     for item in request.session.items:
+        if item.path != request.path:
+            continue
         for engines in item.iter_markers("engines"):
             model = engines.kwargs.get("model")
             for kind in engines.args:
-                wanted[kind, model or item.callspec.params["model"]] = None
-    # The slowest first, so that the last one does not run alone for long.
-    started = Jobs(layout, sorted(wanted, key=lambda key: key[0] is not DBO))
-    yield started
-    started.stop()
+                all_jobs.start(kind, model or item.callspec.params["model"])
+    return all_jobs

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workloads import BLOCK_SIZE
+
 from tools.layout import Layout, venv_python
 from tools.process import alive, stat
 
@@ -152,12 +154,26 @@ def is_alive(pid: int) -> bool:
 WORKER = Path(__file__).with_name("worker.py")
 ENGINE_OPTIONS = {
     "dtype": "float32",
-    "enforce_eager": True,
-    "enable_prefix_caching": False,
     "max_model_len": 512,
     "max_num_batched_tokens": 512,
     "max_num_seqs": 16,
     "seed": 0,
+}
+# How the model is run: as it is, as the graphs that Dynamo traces, as Inductor's code.
+# The last is what vLLM does on a CPU unless it is told otherwise.
+MODE_OPTIONS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "dynamo": {"compilation_config": {"mode": 2, "backend": "eager"}},
+    "inductor": {},
+}
+_COMPILATION = {
+    "eager": ["NONE", "inductor"],
+    "dynamo": ["DYNAMO_TRACE_ONCE", "eager"],
+    "inductor": ["DYNAMO_TRACE_ONCE", "inductor"],
+}
+PREFIX_OPTIONS: dict[bool, dict[str, Any]] = {
+    False: {"enable_prefix_caching": False},
+    True: {"enable_prefix_caching": True, "block_size": BLOCK_SIZE},
 }
 DBO_OPTIONS = {
     "enable_dbo": True,
@@ -166,27 +182,63 @@ DBO_OPTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Kind:
+    """An engine to start.
+
+    Attributes:
+        side: `patched` or `reference`.
+        runner: Model runner, `v1` or `v2`.
+        dbo: Whether it is given `--enable-dbo`.
+        mode: Key of `MODE_OPTIONS`.
+        prefix: Whether it has a prefix cache.
+    """
+
+    side: str
+    runner: str
+    dbo: bool = False
+    mode: str = "eager"
+    prefix: bool = False
+
+    def __str__(self) -> str:
+        words = [self.side, self.runner]
+        words += ["dbo"] * self.dbo + ["prefix"] * self.prefix
+        return "-".join(words + [self.mode] * (self.mode != "eager"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the engine."""
+        return (
+            ENGINE_OPTIONS
+            | MODE_OPTIONS[self.mode]
+            | PREFIX_OPTIONS[self.prefix]
+            | (DBO_OPTIONS if self.dbo else {})
+        )
+
+
 class Worker:
     """tests/e2e/worker.py at work on a job.
 
     Args:
         side: Whose vLLM.
-        runner: `v1` or `v2`.
+        kind: What it starts.
+        model: Folder of a checkpoint.
         runs: What to run, as `Workload.spec` gives it, by key.
         folder: Where job, result and log are kept.
+        cache: Where the engine keeps what it compiles.
     """
 
     def __init__(
         self,
         side: Side,
-        runner: str,
+        kind: Kind,
         model: Path,
         runs: dict[str, dict[str, Any]],
         folder: Path,
-        dbo: bool = False,
+        cache: Path,
     ) -> None:
-        self.side, self.runner = side, runner
-        name = f"{model.name}-{side.name}-{runner}{'-dbo' if dbo else ''}"
+        self.side, self.kind = side, kind
+        name = f"{model.name}-{kind}"
         folder.mkdir(parents=True, exist_ok=True)
         self.output = folder / f"{name}.result.json"
         self.output.unlink(missing_ok=True)
@@ -195,7 +247,7 @@ class Worker:
             json.dumps(
                 {
                     "model": str(model),
-                    "options": ENGINE_OPTIONS | (DBO_OPTIONS if dbo else {}),
+                    "options": kind.options,
                     "runs": runs,
                     "output": str(self.output),
                 }
@@ -203,16 +255,20 @@ class Worker:
         )
         self.process = Process(
             [str(side.python), str(WORKER), str(job)],
-            side.env(runner),
+            side.env(kind.runner)
+            | {
+                "VLLM_CACHE_ROOT": str(cache / "vllm"),
+                "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            },
             folder / f"{name}.log",
         )
 
-    def results(self, timeout: float = 300) -> dict[str, Any]:
+    def results(self, timeout: float = 600) -> dict[str, Any]:
         """Results by key, once the worker has ended.
 
         Raises:
-            RuntimeError: It failed, took too long, or ran another vLLM or another
-                model runner than was asked for.
+            RuntimeError: It failed, took too long, or ran another vLLM, another
+                model runner or another compilation mode than was asked for.
         """
         try:
             code = self.process.wait(timeout)
@@ -224,6 +280,8 @@ class Worker:
         report = json.loads(self.output.read_text())
         if not Path(report["vllm"]).is_relative_to(self.side.tree.resolve()):
             raise RuntimeError(f"{report['vllm']} is not in {self.side.tree}.")
-        if report["runner"] != _RUNNER_MODULES[self.runner]:
-            raise RuntimeError(f"{report['runner']} ran, not {self.runner}.")
+        if report["runner"] != _RUNNER_MODULES[self.kind.runner]:
+            raise RuntimeError(f"{report['runner']} ran, not {self.kind}.")
+        if report["compilation"] != _COMPILATION[self.kind.mode]:
+            raise RuntimeError(f"{report['compilation']} ran, not {self.kind}.")
         return report["results"]

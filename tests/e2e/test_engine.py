@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 from compare import difference
-from jobs import DBO, DBO_OFF, MLA, REFERENCE, TOGETHER, WORKLOADS, Jobs
+from jobs import DBO, DBO_OFF, MLA, REFERENCE, TOGETHER, WORKLOADS, Jobs, expected
 from workloads import CONTROLS, MODELS, Workload
 
 every_workload = pytest.mark.parametrize("name", list(WORKLOADS))
 every_model = pytest.mark.parametrize("model", MODELS)
 # Unpatched, MLA's rotary embedding is wrong on a CPU (test_rope_*).
 no_mla = [model for model in MODELS if model != MLA]
-
-
-def expected(jobs: Jobs, model: str, name: str) -> dict[str, Any]:
-    """The same workload, never split."""
-    if model == MLA:
-        return jobs.results(DBO, model)[f"{name} unsplit"]
-    return jobs.results(REFERENCE, model)[name]
 
 
 def model_and_its_engines() -> list[Any]:

@@ -7,6 +7,7 @@ does, save for the faults that a negative control asks for.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -34,6 +35,8 @@ class Engine:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.llm = LLM(model, **options)
         self.engine = self.llm.llm_engine
+        config = self.engine.vllm_config.compilation_config
+        self.compilation = [config.mode.name, config.backend]
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.budget = self.scheduler.max_num_scheduled_tokens
@@ -48,14 +51,16 @@ class Engine:
 
         Args:
             spec: `prompts` (token ids), `arrivals` (engine step at which each prompt
-                is added), `max_tokens`, `budget` (tokens a step may have, or None),
-                `thresholds` (decode, prefill; None for never), `fault`.
+                is added), `max_tokens` (of each), `budget` (tokens a step may have,
+                or None), `thresholds` (decode, prefill; None for never), `fault`.
         """
         budget = spec["budget"] if self.chunks else None
         self.scheduler.max_num_scheduled_tokens = budget or self.budget
         decode, prefill = spec["thresholds"] or (NEVER, NEVER)
         self.runner.parallel_config.dbo_decode_token_threshold = decode
         self.runner.parallel_config.dbo_prefill_token_threshold = prefill
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("The prefix cache is in use between two workloads.")
         self.steps.clear()
         with FAULTS[spec["fault"]]():
             outputs = self._generate(spec)
@@ -70,16 +75,17 @@ class Engine:
 
     def _generate(self, spec: dict[str, Any]) -> list[Any]:
         prompts, arrivals = spec["prompts"], spec["arrivals"]
-        params = SamplingParams(
-            max_tokens=spec["max_tokens"], temperature=0, ignore_eos=True, logprobs=5
-        )
+        params = [
+            SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, logprobs=5)
+            for count in spec["max_tokens"]
+        ]
         outputs: dict[int, Any] = {}
         step = 0
         while len(outputs) < len(prompts):
             for index, prompt in enumerate(prompts):
                 if arrivals[index] == step:
                     self.engine.add_request(
-                        str(index), {"prompt_token_ids": prompt}, params
+                        str(index), {"prompt_token_ids": prompt}, params[index]
                     )
             if self.engine.has_unfinished_requests():
                 for output in self.engine.step():
@@ -92,15 +98,16 @@ class Engine:
 
 
 @contextmanager
-def _replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    from vllm.v1.worker.gpu import ubatch_utils
-
-    original = getattr(ubatch_utils, name)
-    setattr(ubatch_utils, name, make(original))
+def _replaced(
+    name: str, make: Callable[[Any], Any], module: str = "ubatch_utils"
+) -> Iterator[None]:
+    owner = importlib.import_module(f"vllm.v1.worker.gpu.{module}")
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
     try:
         yield
     finally:
-        setattr(ubatch_utils, name, original)
+        setattr(owner, name, original)
 
 
 @contextmanager
@@ -153,11 +160,19 @@ def straddling_request_not_truncated() -> Any:
     return _with_faulty_lengths(spoil)
 
 
+def no_prefix_veto() -> Any:
+    """A step is split although a request reads what a later one writes."""
+    return _replaced(
+        "prefix_hit_precedes_writer", lambda _: lambda *args: False, "model_runner"
+    )
+
+
 FAULTS: dict[str | None, Callable[[], Any]] = {
     None: no_fault,
     "second_seq_lens_off_by_one": second_seq_lens_off_by_one,
     "merged_in_wrong_order": merged_in_wrong_order,
     "straddling_request_not_truncated": straddling_request_not_truncated,
+    "no_prefix_veto": no_prefix_veto,
 }
 
 
@@ -171,6 +186,7 @@ def main(job_file: str) -> None:
     report = {
         "vllm": str(Path(vllm.__file__).parent),
         "runner": type(engine.runner).__module__,
+        "compilation": engine.compilation,
         "results": results,
     }
     Path(job["output"]).write_text(json.dumps(report))

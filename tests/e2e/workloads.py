@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,13 @@ from typing import Any
 MODELS = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v2")
 # Above any step's number of tokens.
 NEVER = 10**9
+# Of the KV cache, in tokens; MLA on a CPU has another one.
+BLOCK_SIZE = 32
+# Runs also what takes too long for every `make test`.
+FULL = os.environ.get("E2E_FULL") == "1"
+# Under these no model here has two best tokens that are as good as equal
+# (test_modes.py looks).
+SHARED_SEEDS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class Workload:
         decode: Decode threshold, in tokens.
         prefill: Prefill threshold, in tokens.
         arrivals: Engine step at which each prompt is added; all at once if empty.
+        max_tokens: Of each prompt, or of all.
         budget: Most tokens a step may have (`max_num_batched_tokens`), which cuts
             longer prefills into chunks.
         splits: Steps that must be split, where the workload was made for a number.
@@ -31,7 +40,7 @@ class Workload:
     decode: int = NEVER
     prefill: int = NEVER
     arrivals: tuple[int, ...] = ()
-    max_tokens: int = 4
+    max_tokens: int | tuple[int, ...] = 4
     budget: int | None = None
     splits: int | None = None
 
@@ -40,7 +49,9 @@ class Workload:
         return {
             "prompts": self.prompts,
             "arrivals": self.arrivals or (0,) * len(self.prompts),
-            "max_tokens": self.max_tokens,
+            "max_tokens": self.max_tokens
+            if isinstance(self.max_tokens, tuple)
+            else (self.max_tokens,) * len(self.prompts),
             "budget": self.budget,
             "thresholds": (self.decode, self.prefill) if dbo else None,
             "fault": fault,
@@ -169,8 +180,69 @@ def randoms(count: int = 20) -> Iterator[Workload]:
         )
 
 
+def prefix_hits() -> Iterator[Workload]:
+    """A request that finds in the prefix cache what the same step computes.
+
+    A batch is sorted by the number of tokens to compute, so the tails decide which
+    of the two comes first.
+    """
+    prompts = _Prompts(5)
+    (prefix,) = prompts(2 * BLOCK_SIZE)
+    for name, tail in (("before", 5), ("behind", 70)):
+        writer, reader, other = prompts(3, tail, 40)
+        yield Workload(
+            f"hit-{name}-its-writer",
+            (prefix + writer, prefix + reader, other),
+            prefill=2,
+        )
+
+
+def shared(requests: int = 200) -> Iterator[Workload]:
+    """Requests that share prefixes and come in bursts, as in conversations.
+
+    Each conversation has a prefix of its own, and the first of its requests often
+    come together: then one finds in the prefix cache what another computes in the
+    same step.
+    """
+    for seed in SHARED_SEEDS if FULL else SHARED_SEEDS[:1]:
+        prompts = _Prompts(200 + seed)
+        rng = prompts.random
+        rows: list[tuple[int, ...]] = []
+        arrivals: list[int] = []
+        at = 0
+        while len(rows) < requests:
+            (prefix,) = prompts(rng.choice((32, 33, 47, 64, 65, 96, 101, 128, 160)))
+            for _ in range(rng.randrange(4, 12)):
+                (tail,) = prompts(rng.choice((1, 2, 3, 5, 7, 15, 17, 31, 33, 50)))
+                rows.append(prefix + tail)
+                arrivals.append(at)
+                if rng.random() < 0.2:
+                    (other,) = prompts(rng.choice((1, 2, 3, 9, 30, 61, 100)))
+                    rows.append(other)
+                    arrivals.append(at)
+                at += rng.choice((0, 0, 0, 1, 1, 2))
+            at += rng.choice((0, 3, 6))
+        yield Workload(
+            f"shared-{seed}",
+            tuple(rows[:requests]),
+            decode=3,
+            prefill=17,
+            arrivals=tuple(arrivals[:requests]),
+            max_tokens=tuple(rng.randrange(1, 6) for _ in range(requests)),
+            budget=(None, 160)[seed % 2],
+        )
+
+
 def everything() -> dict[str, Workload]:
-    made = (decode_batches(), prefills(), thresholds(), mixed(), randoms())
+    made = (
+        decode_batches(),
+        prefills(),
+        thresholds(),
+        mixed(),
+        randoms(),
+        prefix_hits(),
+        shared(),
+    )
     return {workload.name: workload for group in made for workload in group}
 
 
@@ -180,3 +252,19 @@ CONTROLS = {
     "merged_in_wrong_order": "decode-3",
     "straddling_request_not_truncated": "prefill-101",
 }
+# Runs of engines that compile or have a prefix cache, beside `shared-*`.
+IN_EVERY_MODE = (
+    "decode-1",
+    "decode-2",
+    "decode-5",
+    "decode-9",
+    "prefill-2",
+    "prefill-101",
+    "prefill-64-1-7",
+    "mixed",
+    "chunked",
+    "chunk-of-one",
+    "random-3",
+    "hit-before-its-writer",
+    "hit-behind-its-writer",
+)

@@ -13,6 +13,12 @@ from typing import Any
 class Recorder:
     """Notes each step: tokens per request, whether any prefills, how it was run.
 
+    Of a step: `tokens` scheduled per request; `prefill`: whether any request is not
+    past its prompt; `hits`: tokens that requests new in it found in the prefix cache;
+    `slices`: requests and tokens of each ubatch, none if it was not split; `ran`:
+    ubatch and rows of each run of the model; `layers`: runs of a decoder layer as
+    Python code; `yields`: ubatch at each handoff.
+
     Whether a request prefills is worked out from the scheduler's output alone, so
     that a test can judge the runner's decision to split.
     """
@@ -22,12 +28,17 @@ class Recorder:
         self._prompt: dict[str, int] = {}
         self._computed: dict[str, int] = {}
         self._wrap(runner, "execute_model", self._on_step)
+        # Not counted where compiled code runs in its place.
+        for module in runner.model.modules():
+            if type(module).__name__.endswith("DecoderLayer"):
+                module.register_forward_pre_hook(self._on_layer)
         # Model Runner V1 has no ubatch runner on a CPU.
         if getattr(runner, "ubatch_runner", None) is not None:
             from vllm.v1.worker import ubatching
 
             self._current_ubatch = ubatching.dbo_current_ubatch_id
             self._enabled = ubatching.dbo_enabled
+            self._wrap(ubatching, "dbo_yield", self._on_yield)
             self._wrap(runner.ubatch_runner, "prepare", None, self._on_prepare)
             runner.model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -56,9 +67,11 @@ class Recorder:
         setattr(owner, name, wrapped)
 
     def _on_step(self, scheduled: Any, *_: Any, **__: Any) -> None:
+        hits = 0
         for request in scheduled.scheduled_new_reqs:
             self._prompt[request.req_id] = len(request.prompt_token_ids)
             self._computed[request.req_id] = request.num_computed_tokens
+            hits += request.num_computed_tokens
         counts = scheduled.num_scheduled_tokens
         if not counts:
             return
@@ -68,8 +81,11 @@ class Recorder:
                 "prefill": any(
                     self._computed[name] < self._prompt[name] for name in counts
                 ),
+                "hits": hits,
                 "slices": [],
                 "ran": [],
+                "layers": 0,
+                "yields": [],
             }
         )
         for name, count in counts.items():
@@ -86,6 +102,14 @@ class Recorder:
                 ]
                 for part in state.slices
             ]
+
+    def _on_layer(self, *_: Any) -> None:
+        if self.steps:
+            self.steps[-1]["layers"] += 1
+
+    def _on_yield(self) -> None:
+        if self.steps:
+            self.steps[-1]["yields"].append(self._current_ubatch())
 
     def _on_forward(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
         if self.steps and self._enabled():
