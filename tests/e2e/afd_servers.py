@@ -79,6 +79,8 @@ class Spec:
         options: Flags of `vllm serve` for both roles.
         attention_options: Flags of the attention role, such as `DBO_FLAGS`.
         config: Keys of `--afd-config` for both roles.
+        attention_config: Keys that only the attention role gets.
+        env: Further variables for both roles.
         ports: Free ones unless given.
     """
 
@@ -88,14 +90,18 @@ class Spec:
     options: Sequence[str] = ()
     attention_options: Sequence[str] = ()
     config: dict[str, Any] = field(default_factory=dict)
+    attention_config: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     ports: Ports = field(default_factory=Ports.free)
 
 
 class AFDServer(Server):
     """One role, started at once; `wait_ready` waits until it answers.
 
+    Attributes:
+        tmp: Its folder for temporary files, for sockets among them.
+
     Args:
-        config: Keys of `--afd-config` that only this role gets.
         log_name: Name of its log, without the suffix; the role's unless given.
         port: HTTP port, if not that of `spec`.
     """
@@ -104,14 +110,15 @@ class AFDServer(Server):
         self,
         spec: Spec,
         role: str,
-        config: dict[str, Any] | None = None,
         log_name: str | None = None,
         port: int | None = None,
     ) -> None:
         self.role = role
         self.model = spec.model.name
         self.port = port or getattr(spec.ports, role)
-        own = {"afd_role": role, "afd_port": spec.ports.afd}
+        config = {"afd_role": role, "afd_port": spec.ports.afd, **spec.config}
+        if role == "attention":
+            config |= spec.attention_config
         # The paths of sockets below it are limited to some 100 characters.
         self._tmp = tempfile.TemporaryDirectory(
             prefix=f"afd-{role[0]}-", ignore_cleanup_errors=True
@@ -124,12 +131,12 @@ class AFDServer(Server):
                 str(spec.model),
                 f"--served-model-name={self.model}",
                 f"--port={self.port}",
-                f"--afd-config={json.dumps(own | spec.config | (config or {}))}",
+                f"--afd-config={json.dumps(config)}",
                 *_OPTIONS,
                 *spec.options,
                 *(spec.attention_options if role == "attention" else ()),
             ],
-            _environment(spec.side, role) | {"TMPDIR": str(self.tmp)},
+            _environment(spec.side, role) | spec.env | {"TMPDIR": str(self.tmp)},
             spec.folder / f"{log_name or role}.log",
         )
         self.client = httpx.Client(
