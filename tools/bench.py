@@ -1,4 +1,4 @@
-"""Runs the benchmarks; their results are ratios, kept in bench/results."""
+"""Runs the benchmarks; their results are kept in bench/results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.errors import WorkshopError
 from tools.layout import Layout
 from tools.supervise import supervise
 
-BENCHMARKS = {"dbo-off": "dbo_off.py"}
+BENCHMARKS = {"dbo-off": "dbo_off.py", "handoff": "handoff.py"}
 _TIMEOUT_S = 1200
 
 
@@ -25,9 +25,13 @@ _TIMEOUT_S = 1200
 )
 @click.pass_obj
 def command(layout: Layout, only: tuple[str, ...]) -> None:
-    """Measure the patched vLLM against the unpatched, side by side in one run.
+    """Measure side by side in one run, and keep ratios.
 
-    Takes a few minutes; leave the machine alone meanwhile. Results go to
+    \b
+    dbo-off  the patched vLLM with DBO off against the unpatched
+    handoff  a handoff between two ubatches; a split step against a whole one
+
+    Takes some minutes; leave the machine alone meanwhile. Results go to
     bench/results, logs to build/reports.
     """
     build(layout)
