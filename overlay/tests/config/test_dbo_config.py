@@ -98,6 +98,17 @@ def make_config(models: dict[str, str], monkeypatch: pytest.MonkeyPatch):
         ({"enable_dbo": True, "dbo_decode_token_threshold": 2}, 2),
         ({"enable_dbo": True, "all2all_backend": "allgather_reducescatter"}, 2),
         ({"enable_dbo": True, "tensor_parallel_size": 2}, 2),
+        (
+            {
+                "enable_dbo": True,
+                "ubatch_size": 2,
+                "dbo_decode_token_threshold": 2,
+                "dbo_prefill_token_threshold": 12,
+                "max_num_batched_tokens": 64,
+                "max_num_seqs": 64,
+            },
+            2,
+        ),
         ({"enable_dbo": True, "enable_prefix_caching": True}, 2),
         # The thresholds only matter if something is split.
         ({"dbo_decode_token_threshold": 0, "dbo_prefill_token_threshold": 0}, 0),
@@ -105,7 +116,7 @@ def make_config(models: dict[str, str], monkeypatch: pytest.MonkeyPatch):
             {"enable_dbo": True, "data_parallel_size": 2, "all2all_backend": DEEPEP},
             2,
         ),
-        ({"ubatch_size": 3, "data_parallel_size": 2, "all2all_backend": DEEPEP}, 3),
+        ({"ubatch_size": 2, "data_parallel_size": 2, "all2all_backend": DEEPEP}, 2),
         # Independent ranks have no expert all2all between them.
         ({"enable_dbo": True, "data_parallel_size": 2, "model": "dense"}, 2),
     ],
@@ -157,12 +168,15 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "three_at_dp1": (
         {"ubatch_size": 3},
-        "--ubatch-size 3 is not supported with a single data parallel rank.*"
-        "Use --enable-dbo or --ubatch-size 2",
+        "--ubatch-size 3 is not supported: .*Use --enable-dbo or --ubatch-size 2",
+    ),
+    "three_at_dp2": (
+        {**DP2, "ubatch_size": 3, "all2all_backend": DEEPEP},
+        "--ubatch-size 3 is not supported",
     ),
     "three_at_dp2_dense": (
         {**DP2, "model": "dense", "ubatch_size": 3},
-        "--ubatch-size 3 is not supported with a single data parallel rank",
+        "--ubatch-size 3 is not supported",
     ),
     "all2all": (
         {**DBO, **DP2, "all2all_backend": "allgather_reducescatter"},
@@ -219,6 +233,10 @@ def test_every_unsupported_feature_is_named(make_config):
         "cudagraph_mode PIECEWISE",
     ):
         assert part in str(error.value)
+
+    vllm_config.speculative_config = object()
+    features = vllm_config._get_dbo_unsupported_features()
+    assert any("--speculative-config" in feature for feature in features)
 
 
 @CPU_ONLY
@@ -280,6 +298,25 @@ def test_cudagraph_mode(
             vllm_config = make_config(**kwargs)
             mode = vllm_config.compilation_config.cudagraph_mode
             assert mode == CUDAGraphMode.PIECEWISE
+
+
+def test_largest_batch_is_captured(make_config):
+    """It may be off the stride of the sizes, and split or not, has a graph."""
+    platform_cls = type(current_platform)
+    with (
+        patch.object(platform_cls, "support_static_graph_mode", return_value=True),
+        patch.object(platform_cls, "check_and_update_config"),
+    ):
+        vllm_config = make_config(
+            enable_dbo=True,
+            max_num_batched_tokens=700,
+            max_num_seqs=700,
+            compilation_config={
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "max_cudagraph_capture_size": 700,
+            },
+        )
+    assert vllm_config.compilation_config.cudagraph_capture_sizes[-1] == 700
 
 
 def test_checks_survive_optimized_python():

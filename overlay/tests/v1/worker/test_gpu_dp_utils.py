@@ -19,7 +19,9 @@ import torch.multiprocessing as mp
 from transformers import Qwen3MoeConfig
 
 from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
+from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEKernelModularImpl,
 )
@@ -176,7 +178,7 @@ def test_dp1_eager_split_leaves_no_microbatch_empty(
 
 @pytest.mark.parametrize(
     "num_tokens, expected",
-    [(2, None), (31, None), (32, None), (33, [32, 1]), (63, [32, 31]), (64, [32, 32])],
+    [(2, None), (32, None), (33, [32, 1]), (48, [32, 16]), (64, [32, 32])],
 )
 def test_dp1_full_graph_split_leaves_no_microbatch_to_padding(
     num_tokens: int, expected: list[int] | None
@@ -236,6 +238,11 @@ VOTES: dict[str, tuple[list[Step], tuple[int, CUDAGraphMode, list[int]]]] = {
     "long_prefills": ([(600, 600, True), (512, 512, True)], (2, EAGER, [600, 600])),
     "below_threshold": ([(64, 1, True), (31, 1, True)], (1, FULL, [64, 64])),
     "not_allowed": ([(64, 1, True), (64, 1, False)], (1, FULL, [64, 64])),
+    # A rank without requests runs a dummy batch of one token, and votes like any.
+    "idle_rank": ([(64, 1, True), (1, 1, True)], (1, FULL, [64, 64])),
+    "one_request": ([(1, 1, True), (1, 1, True)], (1, FULL, [64, 64])),
+    "idle_beside_prefill": ([(600, 600, True), (1, 1, True)], (1, EAGER, [600, 1])),
+    "no_tokens": ([(64, 1, True), (0, 1, True)], (1, FULL, [64, 64])),
 }
 
 
@@ -330,22 +337,65 @@ def test_microbatches_carry_dp_metadata_only_with_dp(dp_size: int):
             assert num_tokens_across_dp.tolist() == [num_tokens] * dp_size
 
 
-@pytest.mark.parametrize("dp_size, has_runner", [(1, True), (1, False), (2, True)])
-def test_warmup_reaches_every_microbatch_workspace(dp_size: int, has_runner: bool):
-    """Workspaces cannot grow after capture, so the largest step must have run."""
-    model_runner = SimpleNamespace(
-        vllm_config=SimpleNamespace(is_mm_encoder_only=False),
-        ubatch_runner=object() if has_runner else None,
-        dp_size=dp_size,
-        max_num_tokens=2048,
-        _dummy_run=Mock(),
-    )
-    warmup_ubatch_workspaces(model_runner)
+OFF = 10**9
 
-    if dp_size == 1 and has_runner:
-        model_runner._dummy_run.assert_called_once_with(2048, skip_eplb=True)
-    else:
-        model_runner._dummy_run.assert_not_called()
+
+@pytest.mark.parametrize(
+    "dp_size, has_runner, decode_threshold, prefill_threshold, max_num_reqs, expected",
+    [
+        (1, True, 32, 512, 1024, 2048),
+        (1, True, OFF, 512, 1024, 2048),
+        # Only decodes are split.
+        (1, True, 32, OFF, 1024, 1024),
+        (1, True, 1024, 2049, 1024, 1024),
+        (1, True, 32, OFF, 4096, 2048),
+        # The largest dummy batch is a decode, but only prefills are split.
+        (1, True, OFF, 512, 2048, 2048),
+        # Nothing is split.
+        (1, True, OFF, OFF, 1024, None),
+        (1, True, 1025, OFF, 1024, None),
+        (1, False, 32, 512, 1024, None),
+        (2, True, 32, 512, 1024, None),
+    ],
+)
+def test_warmup_reaches_every_microbatch_workspace(
+    dp_size: int,
+    has_runner: bool,
+    decode_threshold: int,
+    prefill_threshold: int,
+    max_num_reqs: int,
+    expected: int | None,
+):
+    """Workspaces cannot grow after capture, so the largest split must have run."""
+    parallel_config = _dbo_config(
+        dbo_decode_token_threshold=decode_threshold,
+        dbo_prefill_token_threshold=prefill_threshold,
+    )
+    runs: list[int] = []
+
+    def dummy_run(num_tokens: int, skip_eplb: bool) -> None:
+        assert skip_eplb
+        for decode in (True, False):
+            desc = _dispatch_dp1(num_tokens, decode, parallel_config=parallel_config)
+            assert desc.num_ubatches == 2
+        runs.append(num_tokens)
+
+    warmup_ubatch_workspaces(
+        SimpleNamespace(
+            vllm_config=SimpleNamespace(is_mm_encoder_only=False),
+            parallel_config=parallel_config,
+            ubatch_runner=object() if has_runner else None,
+            dp_size=dp_size,
+            max_num_tokens=2048,
+            max_num_reqs=max_num_reqs,
+            decode_query_len=1,
+            _dummy_run=dummy_run,
+        )
+    )
+
+    assert runs == ([] if expected is None else [expected])
+    assert parallel_config.dbo_decode_token_threshold == decode_threshold
+    assert parallel_config.dbo_prefill_token_threshold == prefill_threshold
 
 
 class _PrepareFinalize:
@@ -386,6 +436,28 @@ def _run_synchronous_moe(num_dispatchers: int) -> torch.Tensor:
             None,
             None,
         )
+
+
+@pytest.mark.parametrize("enable_expert_parallel", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_experts_are_local_without_expert_parallelism(
+    enable_expert_parallel: bool, tp_size: int
+):
+    """Splitting a step does not change who has which experts."""
+    num_experts = []
+    for enable_dbo in (False, True):
+        parallel_config = ParallelConfig(
+            enable_dbo=enable_dbo,
+            tensor_parallel_size=tp_size,
+            enable_expert_parallel=enable_expert_parallel,
+        )
+        with patch.object(moe_config, "get_tensor_model_parallel_rank", lambda: 0):
+            moe = moe_config.FusedMoEParallelConfig.make(
+                tp_size, 1, 1, 1, parallel_config
+            )
+        local_num_experts, *_ = determine_expert_map(moe.ep_size, moe.ep_rank, 8)
+        num_experts.append(local_num_experts)
+    assert num_experts == [8 // tp_size if enable_expert_parallel else 8] * 2
 
 
 def test_synchronous_moe_runs_in_a_microbatch_unless_it_communicates():

@@ -9,6 +9,7 @@ yield or no yield is wanted. `test_ubatching.py` has the fakes of the streams.
 import runpy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker import ubatching
+from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.ubatching import (
     UBatchContext,
     attention_layers_yield,
@@ -106,6 +108,26 @@ def test_microbatches_alternate_however_the_model_is_compiled(
         harness.check_next_step()
         # Equally often, or one of them would wait for the other.
         assert yields == [0, 1] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_warns_of_a_model_that_never_hands_off(
+    harness: V2Harness, monkeypatch: pytest.MonkeyPatch, num_layers: int
+):
+    """A layer with a forward of its own may go past every yield."""
+
+    def model(input_ids: torch.Tensor, positions: torch.Tensor, **kwargs):
+        x = input_ids + positions
+        for _ in range(num_layers):
+            torch.ops.vllm.manual_dbo_yield(x)
+        return x
+
+    logger = Mock()
+    monkeypatch.setattr(ubatch_utils, "logger", logger)
+    harness.model = model
+    harness.expected = torch.arange(2 * TOKENS_PER_UBATCH) * 11
+    harness.check_next_step()
+    assert logger.warning_once.called == (num_layers == 0)
 
 
 @pytest.mark.parametrize(

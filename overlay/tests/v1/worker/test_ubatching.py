@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from vllm.forward_context import (
     ForwardContext,
     override_forward_context,
 )
+from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.worker import gpu_ubatch_wrapper, ubatching
 from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, UBatchState
@@ -41,22 +43,23 @@ from vllm.v1.worker.ubatching import (
 pytestmark = pytest.mark.skip_global_cleanup
 
 TIMEOUT_S = 5.0
-REPEATS = 10
+REPEATS = 50
 NUM_LAYERS = 3
 TOKENS_PER_UBATCH = 4
 
 
 class FakeEvent:
-    def record(self, stream=None):
-        pass
+    def record(self, stream: "FakeStream | None" = None):
+        if stream is not None:
+            stream.cuda.fail("record_event")
 
 
 class FakeStream:
-    def __init__(self, device=None):
-        pass
+    def __init__(self, cuda: "FakeCuda"):
+        self.cuda = cuda
 
-    def wait_event(self, event):
-        pass
+    def wait_event(self, event: FakeEvent):
+        self.cuda.fail("wait_event")
 
 
 class FakeCuda:
@@ -70,7 +73,7 @@ class FakeCuda:
         self.depth = {"sm_control": 0, "graph": 0}
 
         monkeypatch.setattr(torch, "Event", FakeEvent)
-        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream(self))
         monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
@@ -106,7 +109,7 @@ class FakeCuda:
 
     def current_stream(self) -> FakeStream:
         if not hasattr(self.streams, "value"):
-            self.streams.value = FakeStream()
+            self.streams.value = FakeStream(self)
         return self.streams.value
 
     def set_stream(self, stream: FakeStream) -> None:
@@ -139,6 +142,8 @@ class Model:
     def __init__(self, cuda: FakeCuda):
         self.cuda = cuda
         self.trace: list[tuple[int, int]] = []
+        # A microbatch that outlasts the others, if any
+        self.last_ubatch: int | None = None
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs):
         try:
@@ -162,6 +167,12 @@ class Model:
             dbo_register_recv_hook(lambda layer=layer: fail(f"hook {layer}"))
             x = x * 2
         fail("after the last layer")
+        if dbo_current_ubatch_id() == self.last_ubatch:
+            # The others end while this one is parked.
+            for _ in range(2):
+                dbo_yield()
+                dbo_register_recv_hook(lambda: fail("hook alone"))
+            fail("alone")
         return x
 
 
@@ -370,6 +381,12 @@ POINTS = [
     # Runs as its microbatch ends.
     f"hook {NUM_LAYERS - 1}",
     "after the last layer",
+    # The device, while switching streams
+    "record_event",
+    "wait_event",
+    # All others have ended.
+    "alone",
+    "hook alone",
 ]
 
 
@@ -385,7 +402,10 @@ def _applies(harness: Harness, point: str) -> bool:
 def test_failure_ends_the_step_with_its_cause(harness: Harness, point: str):
     if not _applies(harness, point):
         pytest.skip(f"{point} is not on this path")
-    for ubatch in list(range(harness.num_ubatches)) * REPEATS:
+    for i in range(REPEATS):
+        ubatch = i % harness.num_ubatches
+        if point.endswith("alone"):
+            harness.model.last_ubatch = ubatch
         error = ValueError(f"{point} {ubatch}")
         _fail_once(harness.cuda, point, ubatch, error)
 
@@ -422,24 +442,45 @@ def test_exit_is_not_wrapped(
     harness.check_next_step()
 
 
+@pytest.mark.parametrize("error_cls", [KeyboardInterrupt, SystemExit])
+def test_exit_leaves_the_worker_loop(error_cls: type[BaseException]):
+    """The worker sends other errors to the engine and goes on."""
+    outputs: list[Any] = []
+    worker = SimpleNamespace(execute_model=Mock(side_effect=[ValueError(), error_cls]))
+    proc: Any = SimpleNamespace(worker=worker, rank=0, handle_output=outputs.append)
+    request = ("execute_model", (), {}, 0)
+    WorkerProc._execute_worker_rpc(proc, request)
+    assert isinstance(outputs.pop(), ValueError)
+    with pytest.raises(error_cls):
+        WorkerProc._execute_worker_rpc(proc, request)
+    assert outputs == []
+
+
+@pytest.mark.parametrize("num_ubatches", [2, 3])
+@pytest.mark.parametrize("harness", ["v1-capture"], indirect=True)
+def test_graph_is_stored_under_the_tokens_of_all(harness: V1Harness):
+    harness.check_next_step()
+    assert list(harness.runner.cudagraphs) == [len(harness.expected)]
+
+
 @pytest.mark.parametrize("num_ubatches", [2, 3])
 def test_first_of_several_failures_is_the_cause(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ):
     """A sibling that turns its abort into another error does not replace it."""
-    error = ValueError("first")
     forward = harness.model.forward
 
     def failing_forward(*args):
         if dbo_current_ubatch_id() == 1:
-            raise error
+            raise ValueError("first")
         try:
             return forward(*args)
         except RuntimeError as e:
             raise TypeError("second") from e
 
     monkeypatch.setattr(harness.model, "forward", failing_forward)
-    assert harness.run().__cause__ is error
+    for _ in range(REPEATS):
+        assert repr(harness.run().__cause__) == "ValueError('first')"
 
 
 @pytest.mark.parametrize("num_ubatches", [2, 3])
