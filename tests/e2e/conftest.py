@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Jobs
+from pairs import pair  # noqa: F401  A fixture.
 
 from tools.layout import Layout
 
