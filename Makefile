@@ -5,7 +5,7 @@ DEVICE ?= cpu
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
 .PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
-	test-fast bench
+	test-fast test-faults soak bench
 
 help:
 	@$(TOOLS) --help
@@ -33,6 +33,14 @@ test:
 
 test-fast:
 	@$(TOOLS) test --fast $(ARGS)
+
+# Kills and stops each process of both AFD roles: about a minute for each of 40 faults.
+test-faults:
+	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
+		E2E_FAULTS=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_faults.py $(ARGS)
+
+soak:
+	@$(TOOLS).soak $(if $(N),--requests $(N)) $(ARGS)
 
 bench:
 	@$(TOOLS) bench $(ARGS)
