@@ -34,10 +34,10 @@ from tools.ui import report_error, say, step
 REQUESTS = 2000
 CLIENTS = 8
 # Of each process, from the end of the warm-up on. What allocators keep differs by some
-# MiB; a buffer or a request that is kept each time is far more in 1,000 requests.
-GROWTH_MIB = 32
-# Of the requests, for caches and pools to fill.
-WARM_UP = 0.15
+# MiB; 8 KiB that are kept of each request are as much in 1,000 requests.
+GROWTH_MIB = 8
+# Of the requests, for caches and pools to fill: with 2,000, that takes some 700.
+WARM_UP = 0.5
 _REQUEST_TIMEOUT_S = 300
 _DRAIN_S = 60
 _REPORTS = 20
@@ -473,6 +473,9 @@ def _sigterm_interrupts() -> Iterator[None]:
 @click.pass_obj
 def command(layout: Layout, count: int, seed: int, tree: Path | None) -> None:
     """Send many random requests to both AFD roles; see that nothing is kept.
+
+    Memory is compared with that after half of them. With less than 1,000, pools may
+    still be filling then.
 
     The result goes to bench/results/soak.json.
     """
