@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -93,9 +95,9 @@ class Jobs:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.folder = layout.reports / "e2e"
-        # Empty at first, so that each compiled engine has compiled.
-        self.cache = self.folder / "compiled"
-        shutil.rmtree(self.cache, ignore_errors=True)
+        # Empty at first, so that what compiled engines run has been compiled now.
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.cache = Path(tempfile.mkdtemp(prefix="compiled-", dir=self.folder))
         self.pool = ThreadPoolExecutor(max_workers=2)
         self.stopped = Event()
         self.workers: list[Worker] = []
