@@ -49,6 +49,7 @@ SHAPES = [("decode", rows) for rows in (2, 8, 16)] + [
 ]
 # Timed steps of one run; the median counts.
 STEPS = 3
+MEASURES = ("step", "step_cpu", "model", "model_cpu")
 LONGEST = max(rows for _, rows in SHAPES)
 RUN_TIMEOUT_S = 300
 
@@ -93,7 +94,8 @@ class Child:
         worker = executor.driver_worker
         self.runner = getattr(worker, "worker", worker).model_runner
         self.split = 0
-        self.forward_s = 0.0
+        # Of the last run of the model: seconds by the clock, seconds of CPU time.
+        self.model_s = 0.0, 0.0
         if dbo:
             self._time(self.runner.ubatch_runner, "run")
         else:
@@ -103,11 +105,11 @@ class Child:
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            clock, cpu = time.perf_counter(), time.process_time()
             try:
                 return original(*args, **kwargs)
             finally:
-                self.forward_s = time.perf_counter() - start
+                self.model_s = time.perf_counter() - clock, time.process_time() - cpu
                 self.split += name == "run"
 
         setattr(owner, name, timed)
@@ -123,29 +125,22 @@ class Child:
 
         Returns:
             Seconds of the whole step by the clock (`step`) and of this process's
-            CPU time (`step_cpu`), and of the model alone (`model`); how many of the
-            steps were `split`.
+            CPU time (`step_cpu`), the same of the model alone (`model`,
+            `model_cpu`); how many of the steps were `split`.
         """
-        times: list[tuple[float, float, float]] = []
+        times: list[tuple[float, ...]] = []
         split = 0
         for timed in self._steps(kind, rows):
             before = self.split
-            start, cpu = time.perf_counter(), time.process_time()
+            clock, cpu = time.perf_counter(), time.process_time()
             self.engine.step()
-            times.append(
-                (
-                    time.perf_counter() - start,
-                    time.process_time() - cpu,
-                    self.forward_s,
-                )
-            )
+            step = time.perf_counter() - clock, time.process_time() - cpu
+            times.append(step + self.model_s)
             if not timed:
                 times.pop()
             split += timed and self.split > before
         medians = map(statistics.median, zip(*times, strict=True))
-        return dict(zip(("step", "step_cpu", "model"), medians, strict=True)) | {
-            "split": split / len(times)
-        }
+        return dict(zip(MEASURES, medians, strict=True)) | {"split": split / len(times)}
 
     def _steps(self, kind: str, rows: int) -> Iterator[bool]:
         """Prepare step after step; yields whether the next one is to be timed."""
@@ -496,7 +491,7 @@ def compare(rows: dict[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]
                     [row["control"][measure] / row["off"][measure] for row in found]
                 ),
             }
-            for measure in ("step", "step_cpu", "model")
+            for measure in MEASURES
         }
     return result
 
