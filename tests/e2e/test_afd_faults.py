@@ -55,11 +55,14 @@ END_S = 45
 # processes had bound. An unpatched server leaves as many, also after SIGTERM.
 SOCKETS = 7
 
-# Until the series has AFD.
-pytestmark = pytest.mark.skipif(
-    not (sides.patched(Layout.default()).tree / "vllm/config/afd.py").exists(),
-    reason="the patched vLLM has no AFD",
-)
+pytestmark = [
+    pytest.mark.timeout(1800),
+    # Until the series has AFD.
+    pytest.mark.skipif(
+        not (sides.patched(Layout.default()).tree / "vllm/config/afd.py").exists(),
+        reason="the patched vLLM has no AFD",
+    ),
+]
 thorough = pytest.mark.skipif(
     "E2E_FAULTS" not in os.environ, reason="`make test-faults` runs it"
 )
@@ -375,13 +378,13 @@ def test_killed_or_stopped_while_loading(
         for process in PROCESSES:
             server = AFDServer(spec, role, log_name=f"{role}-{process}")
             started.append(server)
-            wait_process(server, process)
+            wait_worker(server)
             traces = Traces.of(server)
             os.kill(server.family()[process], signal.SIGKILL)
             traces.check_gone()
         server = AFDServer(spec, role)
         started.append(server)
-        pid = wait_process(server, "worker")
+        pid = wait_worker(server)
         os.kill(pid, signal.SIGSTOP)
         waits = {
             "attention": "Waiting for the AFD ffn server",
@@ -442,15 +445,15 @@ def test_nobody_comes(spec: Spec, role: str, request: pytest.FixtureRequest) -> 
         server.kill()
 
 
-def wait_process(server: AFDServer, process: str) -> int:
-    """Wait until one of a server's processes has started."""
+def wait_worker(server: AFDServer) -> int:
+    """Wait until the last of a server's processes has started; its id."""
     eventually(
-        lambda: process in server.family() or server.process.wait(0) is not None,
+        lambda: "worker" in server.family() or server.process.wait(0) is not None,
         START_TIMEOUT_S,
-        lambda: f"The {server.role} server has no {process}.",
+        lambda: f"The {server.role} server has no worker.",
     )
     assert server.process.wait(0) is None, server.process.tail()
-    return server.family()[process]
+    return server.family()["worker"]
 
 
 def wait_logged(server: AFDServer, text: str) -> None:
@@ -474,7 +477,7 @@ def test_sigterm_of_attention_then_ffn(pair: AFDPair) -> None:
         check_ended_by_sigterm(attention)
         assert all(client.failed(NOTICE_S) for client in clients)
         assert pair.ffn.is_healthy()
-        assert "ERROR" not in pair.ffn.text()
+        check_no_complaint(pair.ffn)
         if phase == "idle":
             pair.servers["attention"] = AFDServer(
                 replace(pair.spec, folder=pair.ffn.process.log.parent),
@@ -483,7 +486,7 @@ def test_sigterm_of_attention_then_ffn(pair: AFDPair) -> None:
             )
             pair.wait_ready()
     check_ended_by_sigterm(pair.ffn)
-    assert "ERROR" not in pair.ffn.text()
+    check_no_complaint(pair.ffn)
 
 
 @thorough
@@ -496,6 +499,11 @@ def test_sigterm_of_ffn(pair: AFDPair, phase: str) -> None:
     check_lost(pair, "ffn", "has shut down", clients)
     assert pair.ffn.process.wait(END_S) == 0, pair.ffn.process.tail()
     traces.check_gone()
+
+
+def check_no_complaint(server: AFDServer) -> None:
+    # Not just "ERROR": vLLM reports one if its engine does not end in time.
+    assert not re.search("ERROR .*AFD", server.text())
 
 
 # A connection that breaks. Only the control connection: gloo's goes from one role to
