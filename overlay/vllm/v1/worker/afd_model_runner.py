@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Makes the model runner of a worker with an AFD role."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+
+def make_afd_model_runner(worker: "WorkerBase") -> Any:
+    """Make the model runner for the AFD role of `worker`.
+
+    It reports the loss of the other role as a failure of the worker.
+    """
+    vllm_config = worker.vllm_config
+    if vllm_config.afd_config.is_ffn:
+        from vllm.v1.worker.afd_ffn_model_runner import AFDFFNModelRunner
+
+        return AFDFFNModelRunner(vllm_config, worker.device, worker.report_failure)
+
+    from vllm.v1.worker.afd_attention_model_runner import AFDAttentionMixin
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
+    else:
+        from vllm.v1.worker.gpu.model_runner import (  # type: ignore[assignment]
+            GPUModelRunner as ModelRunner,
+        )
+
+    class AFDAttentionModelRunner(AFDAttentionMixin, ModelRunner):
+        pass
+
+    return AFDAttentionModelRunner(vllm_config, worker.device, worker.report_failure)
