@@ -1,0 +1,102 @@
+"""Architectures that AFD is tested with end to end, and their tiny checkpoints.
+
+The checkpoints are those of the series' own tests, so that there is one list: seeded,
+fp32, a few MiB each, without tokenizer files. They are made once and kept in
+`build/models`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from tools.layout import Layout
+
+_RECIPES = Path("tests/model_executor/afd/tiny_models.py")
+_TIMEOUT_S = 300
+_STAMP = "afd-recipe"
+_MAKE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from pathlib import Path; from tiny_models import make_tiny_model; "
+    "make_tiny_model(sys.argv[2], Path(sys.argv[3]))"
+)
+
+
+@dataclass(frozen=True)
+class AFDModel:
+    """An architecture to serve with both roles.
+
+    Attributes:
+        architecture: As in vLLM's registry and transformers.
+        gate_on_ffn: Whether the FFN role runs the gate by default.
+        mla: Whether it attends with MLA: its logprobs under DBO differ a little more.
+    """
+
+    architecture: str
+    gate_on_ffn: bool = False
+    mla: bool = False
+
+    @property
+    def gate_placements(self) -> tuple[str, ...]:
+        """Values of `gate_placement` that differ in what they do."""
+        return ("auto", "attention") if self.gate_on_ffn else ("auto",)
+
+
+AFD_MODELS = (
+    AFDModel("Qwen3MoeForCausalLM", gate_on_ffn=True),
+    AFDModel("DeepseekV2ForCausalLM", gate_on_ffn=True, mla=True),
+    AFDModel("DeepseekV3ForCausalLM", gate_on_ffn=True, mla=True),
+    AFDModel("MixtralForCausalLM"),
+    AFDModel("Qwen2MoeForCausalLM"),
+    AFDModel("Glm4MoeForCausalLM"),
+    AFDModel("Glm4MoeLiteForCausalLM", mla=True),
+    AFDModel("OlmoeForCausalLM"),
+    AFDModel("GraniteMoeForCausalLM"),
+    AFDModel("GraniteMoeSharedForCausalLM"),
+    AFDModel("GptOssForCausalLM"),
+    AFDModel("Ernie4_5_MoeForCausalLM"),
+    AFDModel("AfmoeForCausalLM"),
+    AFDModel("Cohere2MoeForCausalLM"),
+    AFDModel("Gemma4ForCausalLM"),
+)
+# Refused at start, by what the error says.
+REFUSED = {
+    "FlexOlmoForCausalLM": "FlexOlmoForCausalLM",
+    "LongcatFlashForCausalLM": "zero experts",
+}
+
+
+def ensure(
+    layout: Layout, architecture: str, python: Path, tree: Path | None = None
+) -> Path:
+    """Folder of a checkpoint, which is made if it is not there or out of date.
+
+    Args:
+        layout: Checkout; the folder is under its `build/models`.
+        architecture: Of `AFD_MODELS` or `REFUSED`.
+        python: Interpreter with torch and transformers.
+        tree: Patched tree; `build/vllm` unless given.
+    """
+    recipes = (tree or layout.build / "vllm") / _RECIPES
+    stamp = hashlib.sha256(recipes.read_bytes()).hexdigest()
+    folder = layout.build / "models" / f"afd-{architecture}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock"), timeout=_TIMEOUT_S):
+        mark = folder / _STAMP
+        if mark.is_file() and mark.read_text() == stamp:
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(
+            [python, "-c", _MAKE, str(recipes.parent), architecture, str(folder)],
+            check=True,
+            timeout=_TIMEOUT_S,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        mark.write_text(stamp)
+    return folder
