@@ -689,7 +689,7 @@ def test_an_address_that_is_not_of_this_host():
 def test_a_peer_that_leaves_after_the_addresses(role):
     """It has told its address and never connects."""
     attention_end, ffn_end = blob_exchanges()
-    config = make_config(heartbeat_timeout_s=0.5)
+    config = make_config()
     ends = {"attention": attention_end, "ffn": ffn_end}
     connector = GlooAFDConnector(config, role, LAYOUT, "the peer")
     gone = GlooAFDConnector(
@@ -702,7 +702,7 @@ def test_a_peer_that_leaves_after_the_addresses(role):
 
     def connect():
         with pytest.raises(AFDPeerError, match="the peer (cannot be reached|failed)"):
-            connector.connect(ends[role], "127.0.0.1", SOON_S)
+            connector.connect(ends[role], "127.0.0.1", 0.5)
 
     def connect_and_leave():
         with pytest.raises(AFDError, match="left"):
@@ -720,7 +720,7 @@ def test_a_failed_connect_gives_everything_back():
     with connected_pair(LAYOUT):
         pass
     before = resources()
-    config = make_config(heartbeat_timeout_s=0.5)
+    config = make_config()
     kept = []
     for address in ("127.0.0.1", "192.0.2.1"):
         connector = GlooAFDConnector(config, "ffn", LAYOUT, ATTENTION_PEER)
@@ -733,14 +733,14 @@ def test_a_failed_connect_gives_everything_back():
             )
 
         with pytest.raises(AFDPeerError) as raised:
-            connector.connect(exchange, address, SOON_S)
+            connector.connect(exchange, address, 0.5)
         connector.close()
         kept.append(raised.value)
     assert resources_become(before)
 
 
 def test_abort_before_and_during_connect():
-    config = make_config(heartbeat_timeout_s=0.5)
+    config = make_config()
     connector = GlooAFDConnector(config, "ffn", LAYOUT, ATTENTION_PEER)
     connector.abort(AFDPeerError("too late"))
     with pytest.raises(AFDPeerError, match="too late"):
@@ -755,5 +755,5 @@ def test_abort_before_and_during_connect():
         return msgspec.msgpack.encode(blob)
 
     with pytest.raises(AFDPeerError, match="no longer there"):
-        connector.connect(exchange, "127.0.0.1", SOON_S)
+        connector.connect(exchange, "127.0.0.1", 0.5)
     connector.close()

@@ -55,8 +55,11 @@ _RANKS = {"ffn": 0, "attention": 1}
 _FENCE_TAG = 100
 _INTERRUPT_TAG = 200
 
-# What has been sent when it is waited for, so that it should take no time.
-_SETTLE = datetime.timedelta(seconds=1)
+# gloo cannot be interrupted while it connects, and both sides are there when it does.
+_RENDEZVOUS_TIMEOUT_S = 60.0
+
+# How long close() waits for what was sent last.
+_CLOSE_TIMEOUT = datetime.timedelta(seconds=1)
 
 # When the connection ends, the control plane may be about to say why.
 _CAUSE_GRACE_S = 0.25
@@ -165,6 +168,7 @@ class GlooAFDConnector(AFDConnectorBase):
     ) -> None:
         super().__init__(vllm_config, role, layout, peer)
         self.step_timeout_s = self.afd_config.step_timeout_s
+        self._step_timeout = datetime.timedelta(seconds=self.step_timeout_s)
         self._step_limit = f"step_timeout_s={self.step_timeout_s:g}"
         self._rank = _RANKS[role]
         self._group: ProcessGroupGloo | None = None
@@ -178,6 +182,7 @@ class GlooAFDConnector(AFDConnectorBase):
         local_address: str,
         timeout_s: float,
     ) -> None:
+        """See the base class. At most a minute of it is spent in gloo."""
         self.check()
         session = secrets.randbits(64)
         peer_session = 0
@@ -199,12 +204,11 @@ class GlooAFDConnector(AFDConnectorBase):
             peer_session = peer.session
             return peer.addresses
 
-        # Applies once the addresses are exchanged: the peer then is in this call, too.
-        timeout_s = min(timeout_s, self.afd_config.heartbeat_timeout_s)
+        rendezvous_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
         store = _BlobStore(exchange)
         try:
             self._group = ProcessGroupGloo(
-                store, self._rank, 2, _gloo_options(local_address, timeout_s)
+                store, self._rank, 2, _gloo_options(local_address, rendezvous_timeout_s)
             )
         except Exception as e:
             self.check()
@@ -212,7 +216,7 @@ class GlooAFDConnector(AFDConnectorBase):
                 raise store.error from None
             raise AFDPeerError(
                 f"{self.peer} cannot be reached by gloo from {local_address} within "
-                f"{timeout_s:g} s: {_message(e)}"
+                f"{rendezvous_timeout_s:g} s: {_message(e)}"
             ) from e
 
         self._lanes = [
@@ -233,7 +237,7 @@ class GlooAFDConnector(AFDConnectorBase):
         )
         self._post_recv(self._lanes[0], first)
         self._send(self._lanes[0], first, nothing)
-        self._wait(self._lanes[0], first, timeout_s, f"{timeout_s:g} s")
+        self._wait(self._lanes[0], first, timeout_s, f"connect_timeout_s={timeout_s:g}")
         self._lanes[0].received = None
         logger.debug("AFD data connection from %s to %s", local_address, self.peer)
 
@@ -319,7 +323,7 @@ class GlooAFDConnector(AFDConnectorBase):
             # A work may be waited for once, and keeps the connection open: no local
             # variable of a frame that a traceback refers to may hold it.
             while lane.sends:
-                lane.sends.pop().wait(_SETTLE)
+                lane.sends.pop().wait(self._step_timeout)
             nbytes = lane.outgoing.write(transfer, hidden_states, router_logits)
             lane.sends = [
                 self._start("send", lane.outgoing.buffer[:nbytes], lane.stage),
@@ -346,7 +350,7 @@ class GlooAFDConnector(AFDConnectorBase):
         deadline = time.monotonic() + timeout_s
         try:
             lane.fence.wait(datetime.timedelta(seconds=timeout_s))
-            lane.recv.wait(_SETTLE)
+            lane.recv.wait(self._step_timeout)
         except RuntimeError as e:
             late = time.monotonic() >= deadline
             cause = f"it did not arrive within {limit}" if late else None
@@ -406,7 +410,7 @@ class GlooAFDConnector(AFDConnectorBase):
             with contextlib.suppress(RuntimeError):
                 for lane in self._lanes:
                     while lane.sends:
-                        lane.sends.pop(0).wait(_SETTLE)
+                        lane.sends.pop(0).wait(_CLOSE_TIMEOUT)
         self.abort(AFDError("the AFD connector is closed"))
         for lane in self._lanes:
             lane.sends = []
