@@ -284,8 +284,8 @@ DIED = "(died|was lost|failed while)"
 HUNG = f"hung: no sign of life for heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"
 # FFN's worker outlives what starts it long enough to say goodbye.
 LEFT = f"({DIED}|has shut down|aborted)"
-# What FFN logs when attention has said so.
-GOODBYE = "has ended the session."
+# What FFN logs when attention has said so, perhaps followed by why.
+GOODBYE = "has ended the session"
 
 
 def check_lost(pair: AFDPair, role: str, cause: str, clients: list[Client]) -> None:
