@@ -383,6 +383,13 @@ def commit_tree(git: Git, tree: str, parent: str, mail: Mail) -> str:
 def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
     if not patch.meta.overlay:
         return
+    missing = [n for n in patch.meta.overlay if not _is_overlay_file(overlay / n)]
+    if missing:
+        raise WorkshopError(
+            f"patches/{patch.slug}.toml names overlay files that are not there.",
+            "\n".join(missing),
+            "Remove them from `overlay`, or `make export` again.",
+        )
     taken = git(
         "--literal-pathspecs", "ls-files", "-z", "--", *patch.meta.overlay
     ).split("\0")[:-1]

@@ -315,6 +315,13 @@ def test_hunks_that_cannot_be_read_are_found(good: Layout) -> None:
     assert "hunks cannot be read" in message(report, "mail")
 
 
+def test_an_overlay_file_that_is_not_there_is_found(good: Layout) -> None:
+    (good.overlay / "vllm/gadget/one.py").unlink()
+    report = check(good)
+    assert not report.ok
+    assert "vllm/gadget/one.py" in report.text()
+
+
 def test_a_folder_without_init_is_found(good: Layout) -> None:
     (good.overlay / "vllm/gadget/__init__.py").unlink()
     path = meta(good, "gadget")
