@@ -1,0 +1,311 @@
+"""Real servers with the AFD roles: seeded traffic, and what each role answers.
+
+What is expected of a prompt is what an engine without AFD and without DBO generates
+for it in process, an unpatched one save for MLA (see test_afd_engine.py).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+import sides
+from afd_pairs import MODELS, Model, Program, Variant, afd_config
+from afd_servers import DBO_FLAGS, AFDPair, AFDServer, Spec
+from compare import difference
+from jobs import WORKLOADS, Jobs, expected
+from workloads import FULL
+
+from tools.checkpoint import RECIPES
+from tools.layout import Layout
+
+SERVED = [model for model in MODELS if model.shares_reference]
+# Requests of these are mixed.
+SOURCES = ("shared-1", "mixed", "chunked", "random-5", "random-6", "random-9")
+REQUESTS = 80
+AT_ONCE = 12
+
+
+class Served:
+    """A pair of servers, whose attention role can be another one in the end."""
+
+    def __init__(self, model: Model, layout: Layout) -> None:
+        self.model = model
+        self.layout = layout
+        side = sides.patched(layout)
+        # MLA has no chunked prefill on a CPU; the others get prompts in chunks.
+        budget = 512 if model.mla else 64
+        self.spec = Spec(
+            side,
+            model.folder(layout, side),
+            layout.reports / "e2e" / "afd-http" / str(model),
+            options=("--max-model-len=512", f"--max-num-batched-tokens={budget}"),
+            attention_options=DBO_FLAGS,
+            # Not what these tests are about, and the machine may be busy.
+            config={"heartbeat_timeout_s": 60},
+        )
+        self.pair = AFDPair(self.spec)
+
+    @property
+    def attention(self) -> AFDServer:
+        return self.pair.attention
+
+    @property
+    def ffn(self) -> AFDServer:
+        return self.pair.ffn
+
+    def restart_attention(self, options: tuple[str, ...]) -> None:
+        """Stop the attention role and start one that has other options."""
+        self.attention.stop()
+        spec = replace(self.spec, attention_options=options)
+        self.pair.servers["attention"] = AFDServer(
+            spec, "attention", log_name="attention-without-dbo"
+        )
+        self.pair.wait_ready()
+
+
+def parameters(models: list[Model]) -> Any:
+    return [
+        pytest.param(
+            model,
+            id=str(model),
+            marks=[pytest.mark.engines(kind, model=model.name) for kind in model.kinds],
+        )
+        for model in models
+    ]
+
+
+@pytest.fixture(scope="module", params=parameters(SERVED))
+def served(layout: Layout, request: pytest.FixtureRequest) -> Iterator[Served]:
+    pair = Served(request.param, layout)
+    try:
+        pair.pair.wait_ready()
+        yield pair
+    finally:
+        pair.pair.kill()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt of a workload.
+
+    Attributes:
+        source: Name of the workload.
+        index: Of the prompt there.
+        stream: Whether its completion is streamed.
+    """
+
+    source: str
+    index: int
+    stream: bool
+
+    @property
+    def body(self) -> dict[str, Any]:
+        spec = WORKLOADS[self.source].spec()
+        return {
+            "prompt": spec["prompts"][self.index],
+            "max_tokens": spec["max_tokens"][self.index],
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 5,
+            "return_tokens_as_token_ids": True,
+            "stream": self.stream,
+        }
+
+    def send(self, server: AFDServer) -> dict[str, Any]:
+        """Tokens and logprobs."""
+        choices = ask(server, "/v1/completions", self.body)
+        found = [choice["logprobs"] for choice in choices]
+        return {
+            "tokens": [as_id(token) for each in found for token in each["tokens"]],
+            "logprobs": [
+                {as_id(token): value for token, value in row.items()}
+                for each in found
+                for row in each["top_logprobs"]
+            ],
+        }
+
+
+def as_id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))
+
+
+def ask(server: AFDServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """First choices of the answer: one, or as many as were streamed."""
+    body = {"model": server.model} | body
+    if not body["stream"]:
+        return [server.post(path, body)["choices"][0]]
+    with server.client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+def mixed_requests(count: int, seed: int) -> list[Request]:
+    """Prompts of all lengths, every second one streamed."""
+    rng = random.Random(seed)
+    all_of_them = [
+        (source, index)
+        for source in SOURCES
+        for index in range(len(WORKLOADS[source].prompts))
+    ]
+    return [
+        Request(source, index, stream=at % 2 == 0)
+        for at, (source, index) in enumerate(rng.sample(all_of_them, count))
+    ]
+
+
+def put_together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: [each[key] for each in results] for key in ("tokens", "logprobs")}
+
+
+def check_traffic(
+    server: AFDServer, model: Model, jobs: Jobs, requests: list[Request]
+) -> None:
+    """A few requests one by one, all the others at once as far as the server goes."""
+    got = [request.send(server) for request in requests[:4]]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        got += pool.map(lambda request: request.send(server), requests[4:])
+    wanted = []
+    for request in requests:
+        result = expected(jobs, model.name, request.source)
+        wanted.append(
+            {key: result[key][request.index] for key in ("tokens", "logprobs")}
+        )
+    found = difference(put_together(wanted), put_together(got))
+    assert found.equal, (found, requests[found.token[0]] if found.token else None)
+
+
+def test_same_tokens_and_logprobs_over_http(served: Served, jobs: Jobs) -> None:
+    check_traffic(served.attention, served.model, jobs, mixed_requests(REQUESTS, 0))
+
+
+def test_chat_gives_what_its_tokens_complete_to(served: Served) -> None:
+    """Streamed or not."""
+    messages = [{"role": "user", "content": "Do two roles make one model?"}]
+    common = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    server = served.attention
+    tokens = server.post("/tokenize", {"model": server.model, "messages": messages})
+    (whole,) = ask(
+        server,
+        "/v1/completions",
+        common | {"prompt": tokens["tokens"], "stream": False},
+    )
+    assert whole["text"]
+    path, body = "/v1/chat/completions", common | {"messages": messages}
+    (answer,) = ask(server, path, body | {"stream": False})
+    assert answer["message"]["content"] == whole["text"]
+    pieces = [
+        choice["delta"].get("content") or ""
+        for choice in ask(server, path, body | {"stream": True})
+    ]
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole["text"]
+
+
+def test_both_roles_answer_what_an_operator_asks(served: Served) -> None:
+    answers = {}
+    for role, server in served.pair.servers.items():
+        assert server.client.get("/health").status_code == 200
+        metrics = server.client.get("/metrics")
+        assert metrics.status_code == 200
+        assert "process_cpu_seconds_total" in metrics.text
+        answers[role] = server.client.get("/version").json()
+    assert answers["attention"] == answers["ffn"]
+    assert answers["ffn"]["version"]
+    assert served.attention.metric("vllm:generation_tokens_total") > REQUESTS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)
+def test_the_ffn_role_takes_no_requests(
+    served: Served, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    answer: httpx.Response = served.ffn.client.post(
+        path, json={"model": served.ffn.model, "stream": stream} | body
+    )
+    assert answer.status_code == 501
+    error = answer.json()["error"]
+    assert error["code"] == 501
+    assert "'ffn'" in error["message"]
+    assert "attention" in error["message"]
+
+
+only_one_model = pytest.mark.parametrize(
+    "served", parameters(SERVED if FULL else SERVED[:1]), indirect=True
+)
+
+
+@only_one_model
+def test_a_second_attention_role_is_refused(served: Served, jobs: Jobs) -> None:
+    """While the first goes on."""
+    program = Program("afd-second-attention", served.spec.side)
+    program.add(
+        "second",
+        served.spec.model,
+        Variant("eager", False, False, not served.model.mla, "").options
+        # As the pair has it: nothing else is to be the reason.
+        | {"max_num_batched_tokens": 512 if served.model.mla else 64}
+        | afd_config("attention", "auto", served.spec.ports.afd),
+        kind="be_refused",
+    )
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(program.run, served.layout.reports / "e2e" / "afd")
+        check_traffic(served.attention, served.model, jobs, mixed_requests(20, 1))
+        error = second.result()["engines"]["second"]["error"]
+    assert error.startswith("AFDHandshakeError: ")
+    assert "already serving" in error
+    check_traffic(served.attention, served.model, jobs, mixed_requests(20, 2))
+    assert served.ffn.is_healthy()
+
+
+def counted(server: AFDServer) -> tuple[int, int, int]:
+    """Steps, split steps and exchanges, which the attention role logs at its end."""
+    pattern = r"AFD: (\d+) steps, (\d+) of them split, (\d+) exchanges"
+    steps, split, exchanges = re.findall(pattern, server.text())[-1]
+    return int(steps), int(split), int(exchanges)
+
+
+def check_counted(server: AFDServer, model: Model, dbo: bool) -> None:
+    steps, split, exchanges = counted(server)
+    config = RECIPES[model.name].config
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    assert exchanges == layers * (steps + split)
+    assert (20 < split < steps) if dbo else (split == 0 and steps > 20)
+
+
+@only_one_model
+def test_attention_without_dbo_follows_on_the_same_ffn_role(
+    served: Served, jobs: Jobs
+) -> None:
+    with_dbo = served.attention
+    served.restart_attention(options=())
+    assert served.ffn.is_healthy()
+    check_counted(with_dbo, served.model, dbo=True)
+    check_traffic(served.attention, served.model, jobs, mixed_requests(40, 3))
+
+
+def test_sigterm_ends_both_roles_and_leaves_nothing(served: Served) -> None:
+    """The last test of a pair; attention has counted its steps then."""
+    attention, ffn = served.attention, served.ffn
+    dbo = "--enable-dbo" in attention.process.popen.args
+    for server in (attention, ffn):
+        server.process.popen.terminate()
+        assert server.process.wait(60) == 0, server.process.tail()
+        assert server.process.is_gone()
+    check_counted(attention, served.model, dbo)
