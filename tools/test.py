@@ -212,7 +212,7 @@ def materialise(layout: Layout, slug: str, tree: Path) -> None:
 
 
 def e2e_tasks(layout: Layout) -> list[Task]:
-    return [_own_tests(layout, "e2e", 1500, "tests", "-m", "built")]
+    return [_own_tests(layout, "e2e", 2700, "tests", "-m", "built")]
 
 
 STAGES = (
