@@ -260,7 +260,12 @@ def test_start_says_what_would_overlap(dp_size: int, warns: bool):
         patch.object(ubatch_utils, "logger") as logger,
     ):
         maybe_build_ubatch_runner(
-            Mock(parallel_config=parallel_config), None, None, [], None, 1
+            Mock(parallel_config=parallel_config, afd_config=None),
+            None,
+            Mock(supports_ubatching=True),
+            [],
+            None,
+            1,
         )
     assert logger.warning_once.call_count == int(warns)
     if warns:
