@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -24,8 +22,9 @@ from tools import serve
 from tools.env import clean_environ, shell_line
 from tools.errors import WorkshopError
 from tools.layout import Layout
+from tools.process import die_with_parent, free_ports
 from tools.serve_afd import prepare, role_plan, with_tree
-from tools.supervise import kill_session
+from tools.supervise import kill_session, sigterm_interrupts
 from tools.ui import console, say, step
 
 START_TIMEOUT_S = 300
@@ -33,7 +32,6 @@ REQUEST_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 30
 _PROGRESS_S = 10
 _TAIL = 25
-_PR_SET_PDEATHSIG = 1
 
 # So that equal means equal: sums in bf16 differ between batch sizes.
 _TINY_FLAGS = ("--dtype", "float32", "--seed", "0")
@@ -114,7 +112,7 @@ class Server:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                 )
             except OSError as error:
                 raise WorkshopError(
@@ -376,18 +374,6 @@ def _plans(
     return plans | {"monolithic": with_tree(monolithic, tree)}
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((serve.HOST, 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 def _exchanged(attention: Server) -> dict[str, Any]:
     """What the attention role says that it exchanged since it connected."""
     lines = list(_AFD_LINE.finditer(attention.text()))
@@ -471,28 +457,6 @@ def _timed(seconds: dict[str, float], key: str, title: str) -> Iterator[None]:
     seconds[key] = time.monotonic() - start
 
 
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that the servers are stopped."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _die_with_parent() -> None:
-    """Let a killed demo not leave servers behind."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    except (OSError, AttributeError):
-        pass  # Not Linux.
-
-
 @click.command()
 @click.option("--model", help="Path or name of a MoE model (default: a tiny one).")
 @click.option(
@@ -510,7 +474,7 @@ def command(
     ARGUMENTS after `--` are passed to all three `vllm serve`. Writes
     build/demo/report.json.
     """
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         prepare(layout, model, tree)
         report = demo(layout, model, arguments, tree)
     if found := problems(report):

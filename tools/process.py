@@ -1,9 +1,12 @@
-"""Facts about running processes, from `/proc`."""
+"""Facts about processes, from `/proc`, and what starting servers needs of them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,9 @@ from pathlib import Path
 from tools.errors import WorkshopError
 
 _LISTEN = "0A"
+_PR_SET_PDEATHSIG = 1
+# How the names begin that vLLM gives its processes, and what we call them.
+_TITLES = {"VLLM::Engine": "engine", "VLLM::Worker": "worker"}
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,49 @@ def descendants(pid: int) -> list[int]:
         except OSError:
             continue  # Gone meanwhile, or another user's.
     return found
+
+
+def family(pid: int) -> dict[str, int]:
+    """Processes of a `vllm serve` by what they are: `api`, `engine`, `worker`.
+
+    Of several of a kind, the first; those that have not started are left out.
+    """
+    found = {"api": pid}
+    for child in descendants(pid):
+        title = _title(child)
+        for prefix, kind in _TITLES.items():
+            if title.startswith(prefix):
+                found.setdefault(kind, child)
+    return found
+
+
+def _title(pid: int) -> str:
+    if stat(pid) is None:
+        return ""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def die_with_parent() -> None:
+    """Have SIGTERM sent to this process when its parent ends; for `preexec_fn`."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    except (OSError, AttributeError):
+        pass  # Not Linux.
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing listens on, all different."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 def listener(port: int) -> int | None:

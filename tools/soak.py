@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import random
 import re
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,14 @@ from typing import Any
 import click
 
 from tools import checkpoint
-from tools.demo import Server, free_ports, wait_healthy
+from tools.demo import Server, wait_healthy
 from tools.env import shell_line
 from tools.errors import WorkshopError
 from tools.layout import Layout
-from tools.process import descendants
+from tools.process import family, free_ports
 from tools.serve import Plan
 from tools.serve_afd import prepare, role_plan
+from tools.supervise import sigterm_interrupts
 from tools.ui import report_error, say, step
 
 REQUESTS = 2000
@@ -57,7 +56,6 @@ _FLAGS = (
     "--num-gpu-blocks-override",
     "80",
 )
-_TITLES = {"VLLM::Engine": "engine", "VLLM::Worker": "worker"}
 _GAUGES = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
@@ -191,16 +189,9 @@ def _tokens(part: Mapping[str, Any]) -> list[int]:
 
 def memory(server: Server) -> dict[str, float]:
     """Resident memory of a server's processes, in MiB, without files."""
-    found = {"api": _anonymous_mib(server.process.pid)}
-    for pid in descendants(server.process.pid):
-        try:
-            title = Path(f"/proc/{pid}/comm").read_text().strip()
-        except OSError:
-            continue
-        for prefix, kind in _TITLES.items():
-            if title.startswith(prefix):
-                found[kind] = _anonymous_mib(pid)
-    return found
+    return {
+        kind: _anonymous_mib(pid) for kind, pid in family(server.process.pid).items()
+    }
 
 
 def _anonymous_mib(pid: int) -> float:
@@ -441,20 +432,6 @@ def _drain(attention: Server) -> tuple[bool, dict[str, float]]:
         time.sleep(0.5)
 
 
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that the servers are stopped."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @click.command()
 @click.option(
     "-n",
@@ -479,7 +456,7 @@ def command(layout: Layout, count: int, seed: int, tree: Path | None) -> None:
 
     The result goes to bench/results/soak.json.
     """
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         prepare(layout, None, tree)
         checkpoint.ensure(layout)
         result = soak(layout, count, seed, tree)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -17,12 +15,12 @@ from pathlib import Path
 from tools.env import clean_environ, site_packages
 from tools.errors import WorkshopError
 from tools.layout import Layout
+from tools.process import die_with_parent
 from tools.ui import say, step
 
 _SILENCE_S = 1800
 _HEARTBEAT_S = 15
 _TERMINAL_S = 0.5
-_PR_SET_PDEATHSIG = 1
 _TAIL = 20
 
 
@@ -112,7 +110,8 @@ def _lines(each: Step, cwd: Path) -> Iterator[str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=_die_with_parent,
+        # A killed build leaves no pip behind that the next one would meet.
+        preexec_fn=die_with_parent,
     )
     progress = _Progress(site_packages(Path(each.command[0]).parent.parent))
     try:
@@ -200,11 +199,3 @@ class _Progress:
 
     def _count(self) -> int:
         return len(list(self.packages.glob("*.dist-info"))) if self.packages else 0
-
-
-def _die_with_parent() -> None:
-    """Let a killed build not leave a pip behind that the next one would meet."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    except (OSError, AttributeError):
-        pass  # Not Linux: one has to wait for it.

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -90,6 +91,20 @@ def supervise(
             # Its end of the pipe is closed now, unless something left the session.
             reader.join(5)
     return Outcome(process.returncode, time.monotonic() - start, timed_out)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does, so that what was started is stopped."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def kill_session(session: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import afd_models
 import sides
 from afd_models import AFD_MODELS
-from afd_servers import free_ports
 from jobs import DBO, REFERENCE, WORKLOADS, Jobs, expected
 from sides import (
     DBO_OPTIONS,
@@ -29,6 +28,7 @@ from workloads import FULL
 
 from tools import checkpoint
 from tools.layout import Layout
+from tools.process import free_ports
 
 WORKER = Path(__file__).with_name("afd_worker.py")
 EXTENSION = Path(__file__).with_name("extension")

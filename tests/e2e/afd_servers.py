@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from sides import Process, Side
 
 from tools.env import disjoint_cores
 from tools.errors import WorkshopError
-from tools.process import descendants, stat
+from tools.process import descendants, family, free_ports
 
 ROLES = ("attention", "ffn")
 # Two servers of three processes each, which may have to share the cores with others.
@@ -39,20 +38,6 @@ _OPTIONS = (
     "--max-num-seqs=16",
     "--seed=0",
 )
-# How the names begin that vLLM gives its processes, and what we call them.
-_TITLES = {"VLLM::Engine": "engine", "VLLM::Worker": "worker"}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 @dataclass(frozen=True)
@@ -170,13 +155,7 @@ class AFDServer(Server):
 
     def family(self) -> dict[str, int]:
         """Its processes by what they are: `api`, `engine` and `worker`, so far."""
-        found = {"api": self.process.pid}
-        for pid in descendants(self.process.pid):
-            title = _title(pid)
-            for prefix, kind in _TITLES.items():
-                if title.startswith(prefix):
-                    found.setdefault(kind, pid)
-        return found
+        return family(self.process.pid)
 
     def pids(self) -> list[int]:
         """All its processes, helpers of Python's multiprocessing among them."""
@@ -302,12 +281,3 @@ def _environment(side: Side, role: str) -> dict[str, str]:
         return env  # There is one core, which both have to share.
     # Each computes on one thread, so that every sum is taken in the same order.
     return env | {"VLLM_CPU_OMP_THREADS_BIND": cores.split(",")[0]}
-
-
-def _title(pid: int) -> str:
-    if stat(pid) is None:
-        return ""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

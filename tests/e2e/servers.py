@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import httpx
 from sides import Process, Side
+
+from tools.process import free_ports
 
 # Engine start takes 30 to 45 s on an idle core.
 START_TIMEOUT_S = 240
@@ -27,12 +28,6 @@ _OPTIONS = (
     "--seed=0",
     "--worker-extension-cls=step_recorder.StepRecorder",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:
@@ -56,7 +51,7 @@ class Server:
         port: int | None = None,
     ) -> None:
         self.model = model.name
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         env = side.env(runner)
         path = [str(_EXTENSION), *filter(None, [env.get("PYTHONPATH")])]
         name = f"server-{model.name}-{side.name}-{runner}"

@@ -30,13 +30,13 @@ from afd_servers import (
     AFDPair,
     AFDServer,
     Spec,
-    free_ports,
     wait_ready,
 )
 from sides import is_alive
 
 from tools import checkpoint
 from tools.layout import Layout
+from tools.process import free_ports
 from tools.serve import check_port
 
 MODEL = checkpoint.DEFAULT

@@ -22,7 +22,7 @@ import pytest
 from tools import checkpoint, demo, serve_afd
 from tools.errors import WorkshopError
 from tools.layout import Layout
-from tools.process import alive
+from tools.process import alive, free_ports
 from tools.serve import flag_value, plan
 from tools.serve_afd import describe, role_plan
 
@@ -451,4 +451,4 @@ def test_progress_says_what_a_server_logged_last(
 
 
 def test_ports_are_all_different() -> None:
-    assert len(set(demo.free_ports(8))) == 8
+    assert len(set(free_ports(8))) == 8
