@@ -17,9 +17,7 @@ import json
 import os
 import platform
 import random
-import selectors
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 
 import sides  # noqa: E402
+from program import Program  # noqa: E402
 from servers import Server  # noqa: E402
 
 from tools import checkpoint  # noqa: E402
@@ -51,60 +50,28 @@ EDGE = 20
 SHORT, LONG = 8, 1500
 
 
-class Engine:
+class Engine(Program):
     """bench/engine.py at work."""
 
     def __init__(self, side: sides.Side, model: Path, log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [str(side.python), str(ROOT / "bench" / "engine.py"), str(model)],
-                env=side.env("v1"),
-                cwd=log.parent,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                process_group=0,
-            )
-        self.log = log
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+        command = [str(side.python), str(ROOT / "bench" / "engine.py"), str(model)]
+        super().__init__(command, side.env("v1"), log)
 
     def wait_ready(self) -> dict[str, str]:
         """Versions of what it runs."""
-        return self._read(START_TIMEOUT_S)
+        return self.read(START_TIMEOUT_S)
 
     def run(self) -> dict[str, float]:
         """Tokens per second of one run, by the clock and of this process's CPU time.
 
         The second is the steadier where other processes want the cores too.
         """
-        self.process.stdin.write(b"run\n")
-        self.process.stdin.flush()
-        result = self._read(RUN_TIMEOUT_S)
+        self.tell("run")
+        result = self.read(RUN_TIMEOUT_S)
         return {
             "throughput": result["tokens"] / result["seconds"],
             "tokens_per_cpu_second": result["tokens"] / result["cpu_seconds"],
         }
-
-    def _read(self, timeout: float) -> dict[str, Any]:
-        # The engine writes a line at once, so what can be read is a whole line.
-        if not self.selector.select(timeout):
-            raise RuntimeError(f"The engine said nothing for {timeout} s: {self.log}")
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"The engine has ended: {self.log}")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.selector.close()
 
 
 def throughput(layout: Layout, model: Path) -> dict[str, Any]:

@@ -20,9 +20,7 @@ import argparse
 import json
 import os
 import random
-import selectors
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -34,6 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests" / "e2e")]
+
+from program import Program  # noqa: E402
 
 TARGET_US = 50
 # Handoffs of a window, and windows of each way to hand off.
@@ -363,59 +363,20 @@ def child(model: str, dbo: bool) -> None:
 # The part that starts it, run by the workshop's own interpreter.
 
 
-class Engine:
+class Engine(Program):
     """A child at work."""
 
     def __init__(self, layout: Any, model: Path, dbo: bool, log: Path) -> None:
         import sides
 
         side = sides.patched(layout)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [
-                    str(side.python),
-                    str(Path(__file__).resolve()),
-                    "--child",
-                    str(model),
-                    *(["--dbo"] if dbo else []),
-                ],
-                env=side.env("v2"),
-                cwd=log.parent,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                process_group=0,
-            )
-        self.log = log
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+        command = [str(side.python), str(Path(__file__).resolve())]
+        command += ["--child", str(model), *(["--dbo"] if dbo else [])]
+        super().__init__(command, side.env("v2"), log)
 
     def ask(self, *words: Any) -> dict[str, Any]:
-        self.process.stdin.write(json.dumps(words).encode() + b"\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def read(self) -> dict[str, Any]:
-        # The child writes a line at once, so what can be read is a whole line.
-        if not self.selector.select(RUN_TIMEOUT_S):
-            raise RuntimeError(
-                f"The engine said nothing for {RUN_TIMEOUT_S} s: {self.log}"
-            )
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"The engine has ended: {self.log}")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.selector.close()
+        self.tell(json.dumps(words))
+        return self.read(RUN_TIMEOUT_S)
 
 
 KINDS = {"dbo": True, "off": False, "control": False}
@@ -437,7 +398,7 @@ def measure(layout: Any, model: Path) -> dict[str, Any]:
                 for name in names[number % 3 :] + names[: number % 3]:
                     log = layout.reports / "bench" / f"handoff-{name}.log"
                     engines[name] = Engine(layout, model, KINDS[name], log)
-                    about["versions"] = engines[name].read()
+                    about["versions"] = engines[name].read(RUN_TIMEOUT_S)
             if number == 0:
                 with step("Handoffs"):
                     about["load_at_handoffs"] = round(os.getloadavg()[0], 1)

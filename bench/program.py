@@ -1,0 +1,64 @@
+"""A program that measures, asked over its stdin and answering on its stdout."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Program:
+    """The program at work; each answer is a line of JSON.
+
+    Args:
+        command: The program and its arguments.
+        env: Its environment.
+        log: What it writes to stderr is added to this file.
+    """
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                cwd=log.parent,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                process_group=0,
+            )
+        self.log = log
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def tell(self, line: str) -> None:
+        self.process.stdin.write(line.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def read(self, timeout: float) -> dict[str, Any]:
+        """The next answer.
+
+        Raises:
+            RuntimeError: There is none within `timeout` seconds, or it has ended.
+        """
+        # The program writes a line at once, so what can be read is a whole line.
+        if not self.selector.select(timeout):
+            raise RuntimeError(f"The engine said nothing for {timeout} s: {self.log}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"The engine has ended: {self.log}")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.selector.close()
