@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 
 import sides  # noqa: E402
 from program import Program  # noqa: E402
-from servers import Server  # noqa: E402
+from servers import DBO_FLAGS, Server  # noqa: E402
 
 from tools import checkpoint  # noqa: E402
 from tools.layout import Layout  # noqa: E402
@@ -163,19 +163,14 @@ def latency(layout: Layout, model: Path) -> dict[str, Any]:
     """Later requests against the first ones, two at a time so that steps split."""
     folder = layout.reports / "bench"
     flags = ["--max-model-len=2048"]
-    dbo = [
-        "--enable-dbo",
-        "--dbo-decode-token-threshold=2",
-        "--dbo-prefill-token-threshold=16",
-    ]
     lengths = {"short_prompts": SHORT, "long_prompts": LONG}
     rng = random.Random(0)
     servers: dict[str, Server] = {}
     try:
         with step("Latency with DBO: start of the servers"):
             for name, side, runner, more in (
-                ("patched_dbo", sides.patched(layout), "v2", dbo),
-                ("unpatched", sides.reference(layout), "v1", []),
+                ("patched_dbo", sides.patched(layout), "v2", DBO_FLAGS),
+                ("unpatched", sides.reference(layout), "v1", ()),
             ):
                 servers[name] = Server(side, runner, model, folder, [*flags, *more])
                 servers[name].wait_ready()

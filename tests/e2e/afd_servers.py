@@ -23,11 +23,6 @@ from tools.process import descendants, family, free_ports
 ROLES = ("attention", "ffn")
 # Two servers of three processes each, which may have to share the cores with others.
 START_TIMEOUT_S = 600
-DBO_FLAGS = (
-    "--enable-dbo",
-    "--dbo-decode-token-threshold=2",
-    "--dbo-prefill-token-threshold=16",
-)
 
 _OPTIONS = (
     "--host=127.0.0.1",

@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 import sides
 from jobs import DBO, DBO_OFF, MLA, REFERENCE
-from servers import Server
+from servers import DBO_FLAGS, Server
 from sides import Kind
 from workloads import MODELS
 
 from tools import checkpoint
 from tools.layout import Layout
-
-DBO_FLAGS = (
-    "--enable-dbo",
-    "--dbo-decode-token-threshold=2",
-    "--dbo-prefill-token-threshold=16",
-)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,12 @@ START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
 
+DBO_FLAGS = (
+    "--enable-dbo",
+    "--dbo-decode-token-threshold=2",
+    "--dbo-prefill-token-threshold=16",
+)
+
 _EXTENSION = Path(__file__).with_name("extension")
 _OPTIONS = (
     "--host=127.0.0.1",

@@ -24,7 +24,6 @@ import httpx
 import pytest
 import sides
 from afd_servers import (
-    DBO_FLAGS,
     ROLES,
     START_TIMEOUT_S,
     AFDPair,
@@ -32,6 +31,7 @@ from afd_servers import (
     Spec,
     wait_ready,
 )
+from servers import DBO_FLAGS
 from sides import is_alive
 
 from tools import checkpoint
@@ -55,14 +55,7 @@ END_S = 45
 # processes had bound. An unpatched server leaves as many, also after SIGTERM.
 SOCKETS = 7
 
-pytestmark = [
-    pytest.mark.timeout(1800),
-    # Until the series has AFD.
-    pytest.mark.skipif(
-        not (sides.patched(Layout.default()).tree / "vllm/config/afd.py").exists(),
-        reason="the patched vLLM has no AFD",
-    ),
-]
+pytestmark = pytest.mark.timeout(1800)
 thorough = pytest.mark.skipif(
     "E2E_FAULTS" not in os.environ, reason="`make test-faults` runs it"
 )

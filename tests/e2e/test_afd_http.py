@@ -18,9 +18,10 @@ import httpx
 import pytest
 import sides
 from afd_pairs import MODELS, Model, Program, Variant, afd_config
-from afd_servers import DBO_FLAGS, AFDPair, AFDServer, Spec
+from afd_servers import AFDPair, AFDServer, Spec
 from compare import difference
 from jobs import WORKLOADS, Jobs, expected
+from servers import DBO_FLAGS
 from workloads import FULL
 
 from tools.checkpoint import RECIPES
