@@ -16,13 +16,13 @@ import sides
 from afd_models import AFD_MODELS
 from jobs import DBO, REFERENCE, WORKLOADS, Jobs, expected
 from sides import (
-    DBO_OPTIONS,
     ENGINE_OPTIONS,
     MODE_OPTIONS,
-    PREFIX_OPTIONS,
     Kind,
     Process,
     Side,
+    engine_options,
+    report_of,
 )
 from workloads import FULL
 
@@ -85,13 +85,9 @@ class Variant:
     @property
     def options(self) -> dict[str, Any]:
         """Of the engine, without its role."""
-        return (
-            ENGINE_OPTIONS
-            | MODE_OPTIONS[self.mode]
-            | PREFIX_OPTIONS[self.prefix]
-            | (DBO_OPTIONS if self.dbo else {})
-            | {"enable_chunked_prefill": self.chunked}
-        )
+        return engine_options(self.mode, self.dbo, self.prefix) | {
+            "enable_chunked_prefill": self.chunked
+        }
 
     @property
     def names(self) -> list[str]:
@@ -345,17 +341,8 @@ class Program:
         )
         if started:
             started(process)
-        try:
-            code = process.wait(START_TIMEOUT_S + ENGINE_TIMEOUT_S * len(self.engines))
-        finally:
-            process.kill()
-        if code != 0:
-            what = "took too long" if code is None else f"ended with status {code}"
-            raise RuntimeError(f"The program {what}.\n{process.tail()}")
-        report = json.loads(output.read_text())
-        if not Path(report["vllm"]).is_relative_to(self.side.tree.resolve()):
-            raise RuntimeError(f"{report['vllm']} is not in {self.side.tree}.")
-        return report
+        timeout = START_TIMEOUT_S + ENGINE_TIMEOUT_S * len(self.engines)
+        return report_of(process, self.side, output, timeout)
 
 
 def others() -> list[Model]:

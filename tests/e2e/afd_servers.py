@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
-from servers import REQUEST_TIMEOUT_S, Server
-from sides import Process, Side
+from servers import Server, wait_ready
+from sides import Side
 
 from tools.env import disjoint_cores
 from tools.errors import WorkshopError
@@ -86,6 +84,8 @@ class AFDServer(Server):
         port: HTTP port, if not that of `spec`.
     """
 
+    start_timeout = START_TIMEOUT_S
+
     def __init__(
         self,
         spec: Spec,
@@ -94,8 +94,7 @@ class AFDServer(Server):
         port: int | None = None,
     ) -> None:
         self.role = role
-        self.model = spec.model.name
-        self.port = port or getattr(spec.ports, role)
+        self.title = f"{role} server"
         config = {"afd_role": role, "afd_port": spec.ports.afd, **spec.config}
         if role == "attention":
             config |= spec.attention_config
@@ -104,13 +103,11 @@ class AFDServer(Server):
             prefix=f"afd-{role[0]}-", ignore_cleanup_errors=True
         )
         self.tmp = Path(self._tmp.name)
-        self.process = Process(
+        self._start(
+            spec.side,
+            spec.model,
+            port or getattr(spec.ports, role),
             [
-                str(spec.side.python.with_name("vllm")),
-                "serve",
-                str(spec.model),
-                f"--served-model-name={self.model}",
-                f"--port={self.port}",
                 f"--afd-config={json.dumps(config)}",
                 *_OPTIONS,
                 *spec.options,
@@ -119,30 +116,6 @@ class AFDServer(Server):
             _environment(spec.side, role) | spec.env | {"TMPDIR": str(self.tmp)},
             spec.folder / f"{log_name or role}.log",
         )
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}",
-            timeout=REQUEST_TIMEOUT_S,
-            trust_env=False,
-        )
-
-    def is_healthy(self) -> bool:
-        """Whether it answers that it is.
-
-        Raises:
-            RuntimeError: It ended; has the log's end.
-        """
-        if (code := self.process.popen.poll()) is not None:
-            raise RuntimeError(
-                f"The {self.role} server ended with status {code}.\n"
-                f"{self.process.tail()}"
-            )
-        try:
-            return self.client.get("/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def wait_ready(self) -> None:
-        wait_ready(self)
 
     def text(self) -> str:
         """What it has logged."""
@@ -212,7 +185,7 @@ class AFDPair:
         Raises:
             RuntimeError: One ended, or is not healthy in time; has its log's end.
         """
-        wait_ready(*self.servers.values())
+        wait_ready(*self.servers.values(), timeout=START_TIMEOUT_S)
 
     def stop(self) -> dict[str, int | None]:
         """End both as a user does, attention first.
@@ -246,24 +219,6 @@ class AFDPair:
             self.stop()
         else:
             self.kill()
-
-
-def wait_ready(*servers: AFDServer, timeout: float = START_TIMEOUT_S) -> None:
-    """Wait until all are healthy.
-
-    Raises:
-        RuntimeError: One ended, or is not healthy in time; has its log's end.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        # All are asked, also if one is not ready: any of them may have ended.
-        healthy = [server.is_healthy() for server in servers]
-        if all(healthy):
-            return
-        if time.monotonic() > deadline:
-            tails = "\n".join(server.process.tail() for server in servers)
-            raise RuntimeError(f"Not healthy after {timeout:.0f} s.\n{tails}")
-        time.sleep(0.2)
 
 
 def _environment(side: Side, role: str) -> dict[str, str]:

@@ -47,6 +47,9 @@ class Server:
         options: Further flags.
     """
 
+    title = "server"
+    start_timeout = START_TIMEOUT_S
+
     def __init__(
         self,
         side: Side,
@@ -56,30 +59,62 @@ class Server:
         options: Sequence[str] = (),
         port: int | None = None,
     ) -> None:
-        self.model = model.name
-        self.port = port or free_ports(1)[0]
         env = side.env(runner)
         path = [str(_EXTENSION), *filter(None, [env.get("PYTHONPATH")])]
         name = f"server-{model.name}-{side.name}-{runner}"
+        self._start(
+            side,
+            model,
+            port or free_ports(1)[0],
+            [*_OPTIONS, *options],
+            # The extra endpoint over which the recorder is asked.
+            env | {"PYTHONPATH": ":".join(path), "VLLM_SERVER_DEV_MODE": "1"},
+            folder / f"{name}{'-dbo' if '--enable-dbo' in options else ''}.log",
+        )
+
+    def _start(
+        self,
+        side: Side,
+        model: Path,
+        port: int,
+        flags: Sequence[str],
+        env: dict[str, str],
+        log: Path,
+    ) -> None:
+        self.model = model.name
+        self.port = port
         self.process = Process(
             [
                 str(side.python.with_name("vllm")),
                 "serve",
                 str(model),
-                f"--served-model-name={model.name}",
-                f"--port={self.port}",
-                *_OPTIONS,
-                *options,
+                f"--served-model-name={self.model}",
+                f"--port={port}",
+                *flags,
             ],
-            # The extra endpoint over which the recorder is asked.
-            env | {"PYTHONPATH": ":".join(path), "VLLM_SERVER_DEV_MODE": "1"},
-            folder / f"{name}{'-dbo' if '--enable-dbo' in options else ''}.log",
+            env,
+            log,
         )
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}",
+            base_url=f"http://127.0.0.1:{port}",
             timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
         )
+
+    def is_healthy(self) -> bool:
+        """Whether it answers that it is.
+
+        Raises:
+            RuntimeError: It ended; has the log's end.
+        """
+        if (code := self.process.popen.poll()) is not None:
+            raise RuntimeError(
+                f"The {self.title} ended with status {code}.\n{self.process.tail()}"
+            )
+        try:
+            return self.client.get("/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def wait_ready(self) -> None:
         """Wait until the server is healthy.
@@ -87,20 +122,7 @@ class Server:
         Raises:
             RuntimeError: It ended, or is not healthy in time; has the log's end.
         """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if (code := self.process.wait(0.5)) is not None:
-                raise RuntimeError(
-                    f"The server ended with status {code}.\n{self.process.tail()}"
-                )
-            try:
-                if self.client.get("/health", timeout=5).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-        raise RuntimeError(
-            f"Not healthy after {START_TIMEOUT_S} s.\n{self.process.tail()}"
-        )
+        wait_ready(self, timeout=self.start_timeout)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = self.client.post(path, json=body)
@@ -152,3 +174,21 @@ class Server:
         code = self.process.wait(STOP_TIMEOUT_S)
         self.process.kill()
         return code
+
+
+def wait_ready(*servers: Server, timeout: float) -> None:
+    """Wait until all are healthy.
+
+    Raises:
+        RuntimeError: One ended, or is not healthy in time; has its log's end.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        # All are asked, also if one is not ready: any of them may have ended.
+        healthy = [server.is_healthy() for server in servers]
+        if all(healthy):
+            return
+        if time.monotonic() > deadline:
+            tails = "\n".join(server.process.tail() for server in servers)
+            raise RuntimeError(f"Not healthy after {timeout:.0f} s.\n{tails}")
+        time.sleep(0.2)

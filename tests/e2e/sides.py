@@ -182,6 +182,38 @@ DBO_OPTIONS = {
 }
 
 
+def engine_options(mode: str, dbo: bool, prefix: bool) -> dict[str, Any]:
+    """Of an engine; see `Kind`."""
+    return (
+        ENGINE_OPTIONS
+        | MODE_OPTIONS[mode]
+        | PREFIX_OPTIONS[prefix]
+        | (DBO_OPTIONS if dbo else {})
+    )
+
+
+def report_of(
+    process: Process, side: Side, output: Path, timeout: float
+) -> dict[str, Any]:
+    """What a program of a side has written to `output`, once it has ended.
+
+    Raises:
+        RuntimeError: It failed, took longer than `timeout` seconds, or ran another
+            vLLM than the side's.
+    """
+    try:
+        code = process.wait(timeout)
+    finally:
+        process.kill()
+    if code != 0:
+        what = "took too long" if code is None else f"ended with status {code}"
+        raise RuntimeError(f"The program {what}.\n{process.tail()}")
+    report = json.loads(output.read_text())
+    if not Path(report["vllm"]).is_relative_to(side.tree.resolve()):
+        raise RuntimeError(f"{report['vllm']} is not in {side.tree}.")
+    return report
+
+
 @dataclass(frozen=True)
 class Kind:
     """An engine to start.
@@ -208,12 +240,7 @@ class Kind:
     @property
     def options(self) -> dict[str, Any]:
         """Of the engine."""
-        return (
-            ENGINE_OPTIONS
-            | MODE_OPTIONS[self.mode]
-            | PREFIX_OPTIONS[self.prefix]
-            | (DBO_OPTIONS if self.dbo else {})
-        )
+        return engine_options(self.mode, self.dbo, self.prefix)
 
 
 class Worker:
@@ -270,16 +297,7 @@ class Worker:
             RuntimeError: It failed, took too long, or ran another vLLM, another
                 model runner or another compilation mode than was asked for.
         """
-        try:
-            code = self.process.wait(timeout)
-        finally:
-            self.process.kill()
-        if code != 0:
-            what = "took too long" if code is None else f"ended with status {code}"
-            raise RuntimeError(f"The worker {what}.\n{self.process.tail()}")
-        report = json.loads(self.output.read_text())
-        if not Path(report["vllm"]).is_relative_to(self.side.tree.resolve()):
-            raise RuntimeError(f"{report['vllm']} is not in {self.side.tree}.")
+        report = report_of(self.process, self.side, self.output, timeout)
         if report["runner"] != _RUNNER_MODULES[self.kind.runner]:
             raise RuntimeError(f"{report['runner']} ran, not {self.kind}.")
         if report["compilation"] != _COMPILATION[self.kind.mode]:

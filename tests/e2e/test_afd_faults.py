@@ -29,9 +29,8 @@ from afd_servers import (
     AFDPair,
     AFDServer,
     Spec,
-    wait_ready,
 )
-from servers import DBO_FLAGS
+from servers import DBO_FLAGS, wait_ready
 from sides import is_alive
 
 from tools import checkpoint
@@ -385,7 +384,7 @@ def test_killed_or_stopped_while_loading(
         }
         wait_logged(other, waits[other.role])
         os.kill(pid, signal.SIGCONT)
-        wait_ready(server, other)
+        wait_ready(server, other, timeout=START_TIMEOUT_S)
         reference.check(server if role == "attention" else other)
     finally:
         for each in started:
