@@ -40,7 +40,7 @@ test-faults:
 		E2E_FAULTS=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_faults.py $(ARGS)
 
 soak:
-	@$(TOOLS).soak $(if $(N),--requests $(N)) $(ARGS)
+	@$(TOOLS) soak $(if $(N),--requests $(N)) $(ARGS)
 
 bench:
 	@$(TOOLS) bench $(ARGS)

@@ -22,10 +22,11 @@ VERBS = {
     "serve": "Serve a model with the patched vLLM (a tiny one unless told).",
     "serve-afd": "Serve one AFD role, attention or FFN, of a model.",
     "demo": "Run both AFD roles, compare with one vLLM, print what overlapped.",
+    "soak": "Send many random requests to both AFD roles and watch their memory.",
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
-    "bench": "Measure the patched vLLM against the unpatched; ratios only.",
+    "bench": "Measure side by side in one run; results go to bench/results.",
 }
 
 

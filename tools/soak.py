@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from tools.process import family, free_ports
 from tools.serve import Plan
 from tools.serve_afd import prepare, role_plan
 from tools.supervise import sigterm_interrupts
-from tools.ui import report_error, say, step
+from tools.ui import say, step
 
 REQUESTS = 2000
 CLIENTS = 8
@@ -472,11 +471,3 @@ def command(layout: Layout, count: int, seed: int, tree: Path | None) -> None:
             "\n".join(found),
             f"The result is in {layout.relative(file)}.",
         )
-
-
-if __name__ == "__main__":
-    try:
-        command(obj=Layout.default())
-    except WorkshopError as error:
-        report_error(error)
-        sys.exit(1)
