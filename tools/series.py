@@ -11,8 +11,8 @@ import hashlib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,7 +30,9 @@ _FIELDS: dict[str, type] = {
     "overlay": list,
     "upstream": list,
     "tests": list,
+    "test_env": dict,
 }
+_KINDS = {str: "string", list: "list", dict: "table"}
 _REQUIRED = ("why", "removal", "tests")
 
 
@@ -46,6 +48,7 @@ class Meta:
         overlay: New files that it owns, as paths in vLLM's tree.
         upstream: Known issues and pull requests, e.g. `#54478`.
         tests: Arguments for pytest, run in the patched tree.
+        test_env: What they need in the environment when Python starts.
     """
 
     why: str
@@ -55,6 +58,7 @@ class Meta:
     overlay: tuple[str, ...] = ()
     upstream: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
+    test_env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,18 @@ def read_order(layout: Layout, problems: list[str]) -> list[str]:
     return slugs
 
 
+def _holds_strings(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = value.values()
+    return isinstance(value, str) or all(isinstance(entry, str) for entry in value)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.strip()
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _read_meta(path: Path, layout: Layout, problems: list[str]) -> Meta | None:
     where = layout.relative(path)
     try:
@@ -196,11 +212,11 @@ def _read_meta(path: Path, layout: Layout, problems: list[str]) -> Meta | None:
                 f"{where}: unknown field {key!r}; known: {', '.join(_FIELDS)}."
             )
         elif not isinstance(value, kind):
-            problems.append(f"{where}: {key} must be a {kind.__name__}.")
-        elif kind is list and not all(isinstance(entry, str) for entry in value):
-            problems.append(f"{where}: {key} must be a list of strings.")
+            problems.append(f"{where}: {key} must be a {_KINDS[kind]}.")
+        elif not _holds_strings(value):
+            problems.append(f"{where}: {key} must be a {_KINDS[kind]} of strings.")
         else:
-            fields[key] = tuple(value) if isinstance(value, list) else value.strip()
+            fields[key] = _frozen(value)
     meta = Meta(**fields) if len(problems) == before else None
     problems += [
         f"{where}: {key} is missing or empty."

@@ -19,7 +19,7 @@ from tools.errors import WorkshopError
 from tools.git import scratch
 from tools.layout import Layout, venv_python
 from tools.pin import load_pin
-from tools.series import assemble, load_series
+from tools.series import Patch, assemble, load_series
 from tools.state import base_commit
 from tools.supervise import Outcome, supervise
 from tools.ui import say
@@ -27,7 +27,8 @@ from tools.ui import say
 # Exit status of pytest when it found no test, which `-k` may cause.
 _NO_TESTS = 5
 
-# What vLLM's own tests get on a CPU. What a test needs beyond that it sets itself.
+# What vLLM's own tests get on a CPU. What a test needs beyond that it sets itself, or
+# has it in its patch's `test_env`.
 _UPSTREAM_ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -129,15 +130,16 @@ def build_tasks(layout: Layout) -> list[Task]:
 def upstream_tasks(layout: Layout) -> list[Task]:
     """vLLM's tests that the patches name, in the patched tree; none twice."""
     tasks = []
-    seen: set[str] = set()
+    seen: dict[str, set[str]] = {}
     for patch in load_series(layout).patches:
         tests = list(patch.meta.tests)
         # With an option, such as -k, the rest means something else.
         if not any(word.startswith("-") for word in tests):
-            tests = [word for word in tests if word not in seen]
-            seen.update(tests)
+            same_env = seen.setdefault(str(sorted(patch.meta.test_env.items())), set())
+            tests = [word for word in tests if word not in same_env]
+            same_env.update(tests)
         if tests:
-            tasks.append(_upstream(layout, patch.slug, "upstream", layout.tree, tests))
+            tasks.append(_upstream(layout, patch, "upstream", layout.tree, tests))
     return tasks
 
 
@@ -146,7 +148,7 @@ def each_tasks(layout: Layout) -> list[Task]:
     return [
         _upstream(
             layout,
-            patch.slug,
+            patch,
             "each",
             tree := layout.build / "each" / patch.slug,
             patch.meta.tests,
@@ -159,7 +161,7 @@ def each_tasks(layout: Layout) -> list[Task]:
 
 def _upstream(
     layout: Layout,
-    slug: str,
+    patch: Patch,
     kind: str,
     tree: Path,
     tests: Sequence[str],
@@ -168,11 +170,14 @@ def _upstream(
 ) -> Task:
     command = (str(venv_python(layout.venv)), "-m", "pytest", "-p", "no:cacheprovider")
     return Task(
-        f"{kind}-{slug}",
+        f"{kind}-{patch.slug}",
         (*command, *tests),
         900,
         tree,
-        clean_environ() | _UPSTREAM_ENV | {"PYTHONPATH": str(tree)},
+        clean_environ()
+        | _UPSTREAM_ENV
+        | patch.meta.test_env
+        | {"PYTHONPATH": str(tree)},
         pytest=True,
         prepare=prepare,
         cleanup=cleanup,

@@ -68,6 +68,7 @@ def test_all_problems_are_told_together(bare: Layout) -> None:
     (bare.patches / "wrong.toml").write_text(
         'why = " "\ntests = "tests/test_x.py"\nupstream = [1]\nsurprise = 1\n'
         'depends_on = ["nobody", "wrong"]\n'
+        "test_env = {OMP_NUM_THREADS = 1}\n"
     )
     docs = bare.patches / "gadget-docs.toml"
     docs.write_text(
@@ -87,6 +88,7 @@ def test_all_problems_are_told_together(bare: Layout) -> None:
         "patches/gadget.toml: not valid TOML",
         "patches/wrong.toml: tests must be a list.",
         "patches/wrong.toml: upstream must be a list of strings.",
+        "patches/wrong.toml: test_env must be a table of strings.",
         "patches/wrong.toml: unknown field 'surprise'",
         "patches/wrong.toml: why is missing or empty.",
         "patches/wrong.toml: removal is missing or empty.",

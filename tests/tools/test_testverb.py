@@ -211,6 +211,22 @@ def test_upstream_tests_run_in_the_tree_and_none_twice(applied: Layout) -> None:
     assert (result.passed, result.problems) == (2, [])
 
 
+def test_what_a_patch_tests_need_in_the_environment(applied: Layout) -> None:
+    built(applied)
+    meta = applied.patches / "gadget-docs.toml"
+    fields = tomlkit.parse(meta.read_text())
+    fields["test_env"] = {"OMP_NUM_THREADS": "2"}
+    meta.write_text(tomlkit.dumps(fields))
+    # The test of gadget is another one in another environment.
+    environs = {task.name: task.env for task in upstream_tasks(applied)}
+    assert {name: env["OMP_NUM_THREADS"] for name, env in environs.items() if env} == {
+        "upstream-config-answer": "1",
+        "upstream-gadget": "1",
+        "upstream-gadget-docs": "2",
+    }
+    assert run_stage(applied, Stage("each", "", each_tasks)).problems == []
+
+
 def test_each_patch_passes_alone_on_what_it_names(applied: Layout) -> None:
     built(applied)
     before = (applied.tree / ".git" / "index").read_bytes()
