@@ -230,9 +230,9 @@ FLAGS: list[list[str]] = [
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_vllm_serve_flag(flags: list[str]):
+def test_vllm_serve_flag(models: dict[str, str], flags: list[str]):
     parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(["--model", "some/model", *flags])
+    args = parser.parse_args(["--model", models["moe"], *flags])
     expected = AFDConfig(afd_role="ffn", afd_port=4242)
     assert EngineArgs.from_cli_args(args).afd_config == expected
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,15 +77,20 @@ def tiny_model(tmp_path_factory) -> Callable[..., Path]:
 def role_config(folder: Path, role: str | None, **kwargs) -> VllmConfig:
     gate = kwargs.pop("gate_placement", "auto")
     afd = None if role is None else {"afd_role": role, "gate_placement": gate}
-    return EngineArgs(
-        model=str(folder),
-        afd_config=afd,
-        dtype=kwargs.pop("dtype", "float32"),
-        enforce_eager=True,
-        max_model_len=256,
-        skip_tokenizer_init=True,
-        **kwargs,
-    ).create_engine_config()
+    # Model Runner V2 needs Triton; the models do not.
+    with (
+        patch("vllm.config.afd.HAS_TRITON", True),
+        patch("vllm.config.vllm.HAS_TRITON", True),
+    ):
+        return EngineArgs(
+            model=str(folder),
+            afd_config=afd,
+            dtype=kwargs.pop("dtype", "float32"),
+            enforce_eager=True,
+            max_model_len=256,
+            skip_tokenizer_init=True,
+            **kwargs,
+        ).create_engine_config()
 
 
 def load(folder: Path, role: str | None, **kwargs) -> Loaded:

@@ -18,7 +18,15 @@ from vllm.distributed.afd_transfer.errors import AFDError
 from vllm.distributed.afd_transfer.messages import AFDStep
 from vllm.logger import init_logger
 from vllm.model_executor.afd import set_afd_exchange
+from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
+else:
+    from vllm.v1.worker.gpu.model_runner import (  # type: ignore[assignment]
+        GPUModelRunner as ModelRunner,
+    )
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -256,3 +264,7 @@ class AFDAttentionMixin:
             self.afd.close()
             self.afd = None
         super().shutdown()
+
+
+class AFDAttentionModelRunner(AFDAttentionMixin, ModelRunner):
+    """Model Runner V2 of this platform, with the attention role."""

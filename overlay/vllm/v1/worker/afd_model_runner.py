@@ -4,8 +4,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.platforms import current_platform
-
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -21,16 +19,6 @@ def make_afd_model_runner(worker: "WorkerBase") -> Any:
 
         return AFDFFNModelRunner(vllm_config, worker.device, worker.report_failure)
 
-    from vllm.v1.worker.afd_attention_model_runner import AFDAttentionMixin
-
-    if current_platform.is_cpu():
-        from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
-    else:
-        from vllm.v1.worker.gpu.model_runner import (  # type: ignore[assignment]
-            GPUModelRunner as ModelRunner,
-        )
-
-    class AFDAttentionModelRunner(AFDAttentionMixin, ModelRunner):
-        pass
+    from vllm.v1.worker.afd_attention_model_runner import AFDAttentionModelRunner
 
     return AFDAttentionModelRunner(vllm_config, worker.device, worker.report_failure)
