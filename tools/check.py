@@ -187,7 +187,7 @@ def check(layout: Layout) -> Report:
     _check_owners(layout, series, order, report)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         for patch in series.patches:
-            _check_mail(Git(Path(folder)), layout, patch, report)
+            check_mail(Git(Path(folder)), layout, patch, report)
     _check_hygiene(layout, report)
     try:
         pin = load_pin(layout.pin)
@@ -250,7 +250,7 @@ def _files(top: Path) -> Iterator[Path]:
             yield path
 
 
-def _check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
+def check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
     """Rules that need the mail and the overlay only."""
     from unidiff import UnidiffParseError
 
@@ -285,21 +285,38 @@ def _check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
         lines = [line.value for hunk in file for line in hunk if line.is_added]
         for rule, message in private_words(f"added line of {file.path}", lines):
             report.add(rule, slug, message)
-    changed = [(file.path, file.added + file.removed) for file in diff]
-    for name in patch.meta.overlay:
-        path = layout.overlay / name
-        if not (path.is_symlink() or path.is_file()):
-            continue
-        _, content = read_overlay(path)
+    for name, content in overlay_contents(layout, patch):
         for rule, message in file_problems(name, content):
             report.add(rule, slug, message)
         if b"\0" not in content:
             lines = content.decode(errors="replace").split("\n")
             for rule, message in private_words(name, lines):
                 report.add(rule, slug, message)
-            changed.append((name, len(content.splitlines())))
-    for rule, message in size_problems(changed, mail.message):
+    for rule, message in size_problems(changed_lines(layout, patch), mail.message):
         report.add(rule, slug, message)
+
+
+def overlay_contents(layout: Layout, patch: Patch) -> Iterator[tuple[str, bytes]]:
+    """Path and content of each new file of a patch that is there."""
+    for name in patch.meta.overlay:
+        path = layout.overlay / name
+        if path.is_symlink() or path.is_file():
+            yield name, read_overlay(path)[1]
+
+
+def changed_lines(layout: Layout, patch: Patch) -> list[tuple[str, int]]:
+    """Path and number of changed lines of each file; binary ones have none.
+
+    Raises:
+        UnidiffParseError: The hunks are malformed.
+    """
+    diff = parse(patch.mail.read_bytes())
+    changed = [(file.path, file.added + file.removed) for file in diff]
+    return changed + [
+        (name, len(content.splitlines()))
+        for name, content in overlay_contents(layout, patch)
+        if b"\0" not in content
+    ]
 
 
 def parse(mail: bytes) -> PatchSet:
@@ -496,21 +513,10 @@ class Tree:
 
     def _check_packages(self, patch: Patch, before: str, commit: str) -> None:
         """Rule init."""
-        folders = {
-            str(parent)
-            for name in patch.meta.overlay
-            if name.startswith("vllm/") and name.endswith(".py")
-            for parent in Path(name).parents
-            if "vllm" in parent.parts
-        }
-        for folder in sorted(folders):
-            package = f"{commit}:{folder}/__init__.py"
-            if self.git.resolve(f"{before}:{folder}") is None and (
-                self.git.resolve(package) is None
-            ):
-                self.report.add(
-                    "init", patch.slug, f"{folder}/ is new and has no __init__.py."
-                )
+        for folder in missing_packages(self.git, before, commit, patch.meta.overlay):
+            self.report.add(
+                "init", patch.slug, f"{folder}/ is new and has no __init__.py."
+            )
 
     def _check_closure(self, patch: Patch, good: set[str]) -> None:
         """Rules closure and tests."""
@@ -564,6 +570,23 @@ class Tree:
                 self.report.add(found.rule, slug, found.message)
         except WorkshopError as error:
             self.report.add("ruff", None, f"The files could not be linted: {error}")
+
+
+def missing_packages(
+    git: Git, before: str, after: str, added: Sequence[str]
+) -> Iterator[str]:
+    """New folders of Python files under `vllm/` that are no packages."""
+    folders = {
+        str(parent)
+        for name in added
+        if name.startswith("vllm/") and name.endswith(".py")
+        for parent in Path(name).parents
+        if "vllm" in parent.parts
+    }
+    for folder in sorted(folders):
+        package = f"{after}:{folder}/__init__.py"
+        if git.resolve(f"{before}:{folder}") is None and git.resolve(package) is None:
+            yield folder
 
 
 def _unquoted(name: str) -> str:

@@ -95,6 +95,11 @@ def sections(body: str) -> dict[str, str]:
     return found
 
 
+def product_lines(changed: Iterable[tuple[str, int]]) -> int:
+    """How many of the changed lines count."""
+    return sum(count for path, count in changed if not path.startswith(UNCOUNTED))
+
+
 def size_problems(
     changed: Iterable[tuple[str, int]], message: str
 ) -> Iterator[tuple[str, str]]:
@@ -103,7 +108,7 @@ def size_problems(
     Args:
         changed: Path and number of changed lines of each file.
     """
-    total = sum(count for path, count in changed if not path.startswith(UNCOUNTED))
+    total = product_lines(changed)
     if total > MAX_LINES and not _RFC.search(message):
         yield (
             "size",
