@@ -4,7 +4,7 @@ DEVICE ?= cpu
 # exec: a signal to make reaches the server that `make serve` becomes.
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
-.PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
+.PHONY: help status fetch apply build doctor serve serve-afd demo export check pr test \
 	test-fast test-faults soak bench
 
 help:
@@ -27,6 +27,9 @@ serve-afd:
 
 demo:
 	@$(TOOLS) demo $(if $(MODEL),--model "$(MODEL)") -- $(ARGS)
+
+pr:
+	@$(TOOLS) pr $(if $(REPO),--repo "$(REPO)") $(if $(BASE),--base "$(BASE)") $(ARGS) -- "$(SLUG)"
 
 test:
 	@$(TOOLS) test $(ARGS)

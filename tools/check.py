@@ -38,6 +38,7 @@ from tools.upstream_rules import (
     file_problems,
     message_problems,
     private_words,
+    product_lines,
     size_problems,
 )
 
@@ -317,6 +318,11 @@ def changed_lines(layout: Layout, patch: Patch) -> list[tuple[str, int]]:
         for name, content in overlay_contents(layout, patch)
         if b"\0" not in content
     ]
+
+
+def product_lines_of(layout: Layout, patch: Patch) -> int:
+    """How many of a patch's changed lines count for upstream's limit."""
+    return product_lines(changed_lines(layout, patch))
 
 
 def parse(mail: bytes) -> PatchSet:

@@ -249,9 +249,7 @@ def _run(root: Path, *command: str, path: str = "", **env: str) -> tuple[int, st
             timeout=_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise WorkshopError(
-            f"{command[0]} took more than {_TIMEOUT_S} s."
-        ) from None
+        raise WorkshopError(f"{command[0]} took more than {_TIMEOUT_S} s.") from None
     return done.returncode, done.stdout.decode(errors="replace")
 
 
