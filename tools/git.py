@@ -240,7 +240,9 @@ def changed_files(repo: Path) -> list[str]:
     Where a checkout converts line ends, ours would take each file for a changed one.
     """
     keep = {
-        key: value for key, value in os.environ.items() if not key.startswith("GIT_")
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key.startswith("GIT_CONFIG")
     }
     done = subprocess.run(
         ["git", "status", "--porcelain=v1", "-z", "--no-renames", "-uno"],

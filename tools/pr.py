@@ -138,9 +138,12 @@ def make_pr(
     patch = _find(series, slug)
     folder = out or layout.build / "pr" / slug
     clone = open_clone(layout, repo) if repo else None
-    _fetch_base(layout, pin)
+    if clone is None:
+        _fetch_base(layout, pin)
     with hold(layout, "make pr"), _workplace(layout, clone) as git:
-        start = _base(layout, pin, clone, base)
+        start = _base(pin, clone, base)
+        # A clone may be shallow, and nothing before the base matters.
+        (git.cwd / "shallow").write_text(f"{start.commit}\n", encoding="utf-8")
         patches = [_ported(layout, one, start) for one in series.closure(slug)]
         with step(f"Making {BRANCHES}{slug} on {start.name}"):
             commits = assemble(git, start.commit, patches, layout.overlay)
@@ -226,7 +229,7 @@ def open_clone(layout: Layout, repo: Path) -> Clone:
 
 
 def _fetch_base(layout: Layout, pin: Pin) -> None:
-    """Have the pinned base's files, which hunks are merged from."""
+    """Have the pinned base's files."""
     has_objects = (layout.tree / ".git" / "objects").is_dir()
     if has_objects and Git(layout.tree).resolve(f"{base_commit(pin)}^{{tree}}"):
         return
@@ -241,21 +244,22 @@ def _own(layout: Layout) -> Path:
 
 @contextmanager
 def _workplace(layout: Layout, clone: Clone | None) -> Iterator[Git]:
-    """A repository of ours that sees the objects of the base and of the clone."""
-    stores = [layout.tree / ".git" / "objects"]
+    """A repository of ours that sees the objects of the clone, or of the base.
+
+    Not of both: what the base's store has would be missing in the clone.
+    """
     top = layout.build / "pr"
     top.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".pr-", dir=top))
+    store = clone.objects if clone else layout.tree / ".git" / "objects"
     try:
-        if clone:
-            stores.insert(0, clone.objects)
         place = folder / "repo" if clone else _own(layout)
-        yield borrowing(place, stores, folder / "index")
+        yield borrowing(place, [store], folder / "index")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _base(layout: Layout, pin: Pin, clone: Clone | None, base: str | None) -> Base:
+def _base(pin: Pin, clone: Clone | None, base: str | None) -> Base:
     match = _VERSION.fullmatch(base or pin.version)
     version = match[1] if match else None
     if clone is None:
@@ -454,8 +458,10 @@ def _publish(
         for path in store.glob("??/*")
         if len(path.name) == 38
     ]
-    pack = git.raw("pack-objects", "--stdout", "-q", stdin="\n".join(names) + "\n")
-    clone.git("unpack-objects", "-q", stdin=pack)
+    if names:
+        rows = "".join(f"{name}\n" for name in names)
+        pack = git.raw("pack-objects", "--stdout", "-q", stdin=rows)
+        clone.git("unpack-objects", "-q", stdin=pack)
     reason = ("-m", "made of the AFD/DBO series")
     try:
         clone.git("update-ref", *reason, f"refs/heads/{branch}", commit, "0" * 40)

@@ -261,7 +261,9 @@ def _read(
     found = False
     for line in output.splitlines():
         match = _PLACE.match(line.removeprefix("./"))
-        if match and match["path"] in known and not match["text"].startswith("note:"):
+        # A note of mypy's belongs to an error; one of shellcheck's is a finding.
+        is_note = rule == "mypy" and bool(match) and match["text"].startswith("note:")
+        if match and match["path"] in known and not is_note:
             found = True
             text = f"{match['path']}:{match['line']}: {match['text']}"
             yield Finding(rule, match["path"], text)
