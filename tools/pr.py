@@ -11,6 +11,7 @@ import difflib
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from tools.check import (
     Report,
     check_mail,
     missing_packages,
+    parse,
     paths_in,
     product_lines_of,
 )
@@ -47,7 +49,9 @@ from tools.series import (
     Patch,
     Series,
     assemble,
+    commit_tree,
     load_series,
+    mail_of,
     raw_diff,
     read_mail,
 )
@@ -138,23 +142,22 @@ def make_pr(
     patch = _find(series, slug)
     folder = out or layout.build / "pr" / slug
     clone = open_clone(layout, repo) if repo else None
-    if clone is None:
-        _fetch_base(layout, pin)
+    _fetch_base(layout, pin)
     with hold(layout, "make pr"), _workplace(layout, clone) as git:
         start = _base(pin, clone, base)
         # A clone may be shallow, and nothing before the base matters.
         (git.cwd / "shallow").write_text(f"{start.commit}\n", encoding="utf-8")
         patches = [_ported(layout, one, start) for one in series.closure(slug)]
         with step(f"Making {BRANCHES}{slug} on {start.name}"):
-            commits = assemble(git, start.commit, patches, layout.overlay)
-        commit = commits[slug]
+            commit, mail_file = _commit(layout, git, start, patches)
         before = git("rev-parse", f"{commit}^")
         _refuse_binary(git, slug, before, commit)
         branch = f"{BRANCHES}{slug}"
         fresh = _is_free(clone, branch, commit)
-        message = read_mail(git, patches[-1].mail).message
+        here = replace(patches[-1], mail=mail_file)
+        message = read_mail(git, mail_file).message
         prerequisites = [_prerequisite(git, one) for one in patches[:-1]]
-        items = _items(layout, git, patches[-1], before, commit, message)
+        items = _items(layout, git, here, before, commit, message)
         items += _place_items(clone, start, prerequisites)
         mail = _mail(git, start.commit, before, commit)
         if start.version == pin.version:
@@ -229,7 +232,7 @@ def open_clone(layout: Layout, repo: Path) -> Clone:
 
 
 def _fetch_base(layout: Layout, pin: Pin) -> None:
-    """Have the pinned base's files."""
+    """Have the pinned base's files, which hunks are merged from."""
     has_objects = (layout.tree / ".git" / "objects").is_dir()
     if has_objects and Git(layout.tree).resolve(f"{base_commit(pin)}^{{tree}}"):
         return
@@ -244,17 +247,16 @@ def _own(layout: Layout) -> Path:
 
 @contextmanager
 def _workplace(layout: Layout, clone: Clone | None) -> Iterator[Git]:
-    """A repository of ours that sees the objects of the clone, or of the base.
-
-    Not of both: what the base's store has would be missing in the clone.
-    """
+    """A repository of ours that sees the objects of the base and of the clone."""
     top = layout.build / "pr"
     top.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".pr-", dir=top))
-    store = clone.objects if clone else layout.tree / ".git" / "objects"
+    stores = [layout.tree / ".git" / "objects"]
+    if clone:
+        stores.insert(0, clone.objects)
     try:
         place = folder / "repo" if clone else _own(layout)
-        yield borrowing(place, [store], folder / "index")
+        yield borrowing(place, stores, folder / "index")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -289,6 +291,59 @@ def _ported(layout: Layout, patch: Patch, base: Base) -> Patch:
         if mail.is_file():
             return replace(patch, mail=mail)
     return patch
+
+
+def _commit(
+    layout: Layout, git: Git, base: Base, patches: Sequence[Patch]
+) -> tuple[str, Path]:
+    """The commit of the last patch, and its mail as it is there."""
+    tip, mail = base.commit, patches[-1].mail
+    for patch in patches:
+        try:
+            tip = assemble(git, tip, [patch], layout.overlay)[patch.slug]
+            mail = patch.mail
+        except WorkshopError as error:
+            mail = _merged(git, tip, patch, error)
+            here = replace(patch, mail=mail)
+            tip = assemble(git, tip, [here], layout.overlay)[patch.slug]
+    return tip, mail
+
+
+def _merged(git: Git, tip: str, patch: Patch, error: WorkshopError) -> Path:
+    """A mail whose hunks were merged into another tree; no line of them is lost.
+
+    Raises:
+        WorkshopError: They conflict, or some would be lost.
+    """
+    refused = WorkshopError(
+        error.what,
+        error.why,
+        "`make port` merges it with your help and keeps the outcome under "
+        "patches/ports/.",
+    )
+    git("read-tree", tip)
+    if not git.ok(
+        "apply", "--cached", "--3way", "--whitespace=nowarn", str(patch.mail)
+    ):
+        raise refused
+    commit = commit_tree(git, git("write-tree"), tip, read_mail(git, patch.mail))
+    data, _ = mail_of(git, commit)
+    if _changed_text(data) != _changed_text(patch.mail.read_bytes()):
+        raise refused
+    mail = Path(git.env["GIT_INDEX_FILE"]).with_name(f"{patch.slug}.patch")
+    mail.write_bytes(data)
+    return mail
+
+
+def _changed_text(mail: bytes) -> Counter[tuple[str, str, str]]:
+    """Lines that a mail's hunks add and remove, by file."""
+    return Counter(
+        (file.path, line.line_type, line.value)
+        for file in parse(mail)
+        for hunk in file
+        for line in hunk
+        if not line.is_context
+    )
 
 
 def _refuse_binary(git: Git, slug: str, before: str, commit: str) -> None:
@@ -452,16 +507,9 @@ def _publish(
         return
     if not fresh:
         return
-    store = git.cwd / "objects"
-    names = [
-        f"{path.parent.name}{path.name}"
-        for path in store.glob("??/*")
-        if len(path.name) == 38
-    ]
-    if names:
-        rows = "".join(f"{name}\n" for name in names)
-        pack = git.raw("pack-objects", "--stdout", "-q", stdin=rows)
-        clone.git("unpack-objects", "-q", stdin=pack)
+    rows = f"{commit}\n^{base.commit}\n"
+    pack = git.raw("pack-objects", "--revs", "--stdout", "-q", stdin=rows)
+    clone.git("unpack-objects", "-q", stdin=pack)
     reason = ("-m", "made of the AFD/DBO series")
     try:
         clone.git("update-ref", *reason, f"refs/heads/{branch}", commit, "0" * 40)

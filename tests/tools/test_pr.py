@@ -338,6 +338,34 @@ def test_patch_that_does_not_apply_there_changes_nothing(
     assert snapshot(clone) == before
 
 
+def test_hunk_is_merged_where_upstream_changed_lines_beside_it(
+    applied: Layout, clone: Path, user_git: UserGit
+) -> None:
+    path = clone / "vllm/config.py"
+    path.write_text(path.read_text().replace("\n\n\ndef", "\n# new\n\ndef"))
+    user_git(clone, "commit", "-qam", "beside")
+    user_git(clone, "tag", "v0.31.0")
+    made = make_pr(applied, "config-answer", clone, "0.31.0")
+    text = Git(clone)("show", f"{made.commit}:vllm/config.py")
+    assert "OPTION_19 = 19\n# new\n\ndef answer():\n    return 42" in text
+    assert Git(clone).ok("fsck", "--strict", "--no-dangling")
+
+
+def test_patch_that_upstream_has_in_part_is_refused(
+    applied: Layout, clone: Path, user_git: UserGit
+) -> None:
+    """A merge would leave out a hunk without a word."""
+    path = clone / "vllm/config.py"
+    path.write_text(path.read_text().replace("return 41", "return 42"))
+    user_git(clone, "commit", "-qam", "half of it")
+    user_git(clone, "tag", "v0.31.0")
+    before = snapshot(clone)
+    with pytest.raises(WorkshopError, match="does not apply") as error:
+        make_pr(applied, "config-answer", clone, "0.31.0")
+    assert "make port" in error.value.todo
+    assert snapshot(clone) == before
+
+
 def test_mail_for_another_release_is_taken(
     applied: Layout, clone: Path, user_git: UserGit
 ) -> None:
