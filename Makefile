@@ -4,13 +4,13 @@ DEVICE ?= cpu
 # exec: a signal to make reaches the server that `make serve` becomes.
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
-.PHONY: help status fetch apply build doctor serve serve-afd demo export check pr test \
+.PHONY: help status fetch apply build doctor serve serve-afd demo export check pr report test \
 	test-fast test-faults soak bench
 
 help:
 	@$(TOOLS) --help
 
-status fetch doctor export check:
+status fetch doctor export check report:
 	@$(TOOLS) $@ $(ARGS)
 
 apply:

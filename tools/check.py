@@ -32,6 +32,7 @@ from tools.series import (
 )
 from tools.state import base_commit
 from tools.ui import say
+from tools.upstream_hooks import run_hooks
 from tools.upstream_lint import lint
 from tools.upstream_rules import (
     PRIVATE,
@@ -67,11 +68,21 @@ RULES = {
     "filename": "no space in a new file's name",
     "ruff": "ruff check with vLLM's settings",
     "format": "ruff format with vLLM's settings",
-    "hooks": "vLLM's own Python hooks",
+    "hooks": "vLLM's own Python hooks, clang-format, shellcheck",
     "hygiene": "no package registry's host and no machine's path in a file here",
+    "report": "docs/report.md is what `make report` would write",
     "base": "the base can be had, for the rules that need its files",
 }
 
+# Hooks of vLLM's that run on a copy of the tip. What the others find is not mended
+# yet, or takes npm: `make pr` runs them.
+_HOOKS = (
+    "clang-format",
+    "shellcheck",
+    "check_init_lazy_imports",
+    "check_label_rules",
+    "check_buildkite_step_keys",
+)
 _ZERO_COMMIT = b"From " + b"0" * 40 + b" Mon Sep 17 00:00:00 2001\n"
 # Options of pytest that take the next argument.
 _TAKES_VALUE = ("-k", "-m", "-n", "-o", "-p", "-c", "--deselect", "--ignore")
@@ -166,11 +177,14 @@ class Report:
         )
 
 
-def check(layout: Layout) -> Report:
+def check(layout: Layout, compare_report: bool = True) -> Report:
     """Check the series, and this repository, against all rules.
 
     Needs no built environment. The base's files come from `build/vllm`, which is
     fetched where there is none.
+
+    Args:
+        compare_report: Whether rule `report` counts.
 
     Raises:
         WorkshopError: git or a linter cannot be run at all.
@@ -200,6 +214,8 @@ def check(layout: Layout) -> Report:
             with scratch(layout.tree) as git:
                 complete = len(series.patches) == len(order)
                 Tree(git, layout, base, series, report).check(pin, complete)
+    if compare_report:
+        _check_report(layout, series, report)
     report.seconds = time.monotonic() - start
     return report
 
@@ -367,6 +383,25 @@ def _check_hygiene(layout: Layout, report: Report) -> None:
             for what, text in named:
                 where = f"{layout.relative(path)}:{number}"
                 report.add("hygiene", None, f"{where} names {what}: {text}")
+
+
+def _check_report(layout: Layout, series: Series, report: Report) -> None:
+    """Rule report; what is wrong elsewhere would only be said twice."""
+    from tools.report import report_file, report_text
+
+    path = report_file(layout)
+    if not path.parent.is_dir():
+        return
+    if not report.ok:
+        report.notes.append(f"{layout.relative(path)}: not compared.")
+        return
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text != report_text(layout, series, report.problems):
+        report.add(
+            "report",
+            None,
+            f"{layout.relative(path)} is out of date; `make report` writes it.",
+        )
 
 
 def _is_registry(host: str) -> bool:
@@ -574,6 +609,13 @@ class Tree:
             for found in lint(self.git, tip, list(touched)):
                 slug = touched.get(found.path) if found.path else None
                 self.report.add(found.rule, slug, found.message)
+            for one in run_hooks(
+                self.layout, self.git, self.base, tip, [*touched], only=_HOOKS
+            ):
+                for found in one.findings:
+                    slug = touched.get(found.path) if found.path else None
+                    rule = found.rule if found.rule in RULES else "hooks"
+                    self.report.add(rule, slug, f"{one.hook}: {found.message}")
         except WorkshopError as error:
             self.report.add("ruff", None, f"The files could not be linted: {error}")
 

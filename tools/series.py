@@ -119,6 +119,15 @@ class Series:
                 digest.update(hashlib.sha256(data).digest())
         return digest.hexdigest()
 
+    def patch_digest(self, slug: str) -> str:
+        """Hash of all that one patch puts into a tree: its mail and overlay files."""
+        patch = self[slug]
+        digest = hashlib.sha256(patch.mail.read_bytes())
+        for name in sorted(patch.meta.overlay):
+            mode, data = read_overlay(self.layout.overlay / name)
+            digest.update(f"\0{name}\0{mode}\0".encode() + data)
+        return digest.hexdigest()
+
 
 def load_series(layout: Layout) -> Series:
     """Read order, mails and metadata.
