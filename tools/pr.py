@@ -123,6 +123,7 @@ def make_pr(
     repo: Path | None = None,
     base: str | None = None,
     out: Path | None = None,
+    hooks: bool = True,
 ) -> Made:
     """Make branch, mail, text and checklist of a patch.
 
@@ -132,6 +133,7 @@ def make_pr(
         base: Release or revision of the clone to start from; the pinned one unless
             given.
         out: Folder for the files, instead of `build/pr/<slug>`.
+        hooks: Whether to run upstream's hooks.
 
     Raises:
         WorkshopError: There is no such patch, it does not apply, or the clone is not
@@ -158,6 +160,7 @@ def make_pr(
         message = read_mail(git, mail_file).message
         prerequisites = [_prerequisite(git, one) for one in patches[:-1]]
         items = _items(layout, git, here, before, commit, message)
+        items += _hook_items(layout, git, before, commit, hooks)
         items += _place_items(clone, start, prerequisites)
         mail = _mail(git, start.commit, before, commit)
         if start.version == pin.version:
@@ -209,7 +212,7 @@ def open_clone(layout: Layout, repo: Path) -> Clone:
         raise WorkshopError(
             f"--repo {repo}: no git repository.", f"It is a folder of {top}."
         )
-    if layout.root == top or layout.root in top.parents:
+    if top == layout.root or layout.build in top.parents:
         raise WorkshopError(
             f"--repo {repo}: this is the workshop's own.",
             "Branches for upstream go into a clone of upstream.",
@@ -415,13 +418,19 @@ def _items(
         for item in items
     ]
     items += _test_items(git, patch, commit, sections(body).get("Test Plan", ""))
-    rows = raw_diff(git, commit)
-    paths = [path for _, _, _, path in rows]
     if modes := _modes(git, before, commit):
         items.append(Item("modes", HUMAN, "file modes change on purpose", modes))
-    with step(f"Running upstream's hooks on {len(paths)} files"):
-        items += hook_items(run_hooks(layout, git, before, commit, paths))
     return items
+
+
+def _hook_items(
+    layout: Layout, git: Git, before: str, commit: str, run: bool
+) -> list[Item]:
+    paths = [path for _, _, _, path in raw_diff(git, commit)]
+    if not run:
+        return [Item("hooks", HUMAN, "run upstream's hooks (left out with --no-hooks)")]
+    with step(f"Running upstream's hooks on {len(paths)} files"):
+        return hook_items(run_hooks(layout, git, before, commit, paths))
 
 
 def _test_items(git: Git, patch: Patch, commit: str, plan: str) -> Iterator[Item]:
@@ -543,9 +552,19 @@ def _write(folder: Path, slug: str, mail: bytes, body: str, checklist: str) -> N
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for the files (default: build/pr/SLUG).",
 )
+@click.option(
+    "--no-hooks",
+    is_flag=True,
+    help="Do not run upstream's hooks, which take a minute.",
+)
 @click.pass_obj
 def command(
-    layout: Layout, slug: str, repo: Path | None, base: str | None, out: Path | None
+    layout: Layout,
+    slug: str,
+    repo: Path | None,
+    base: str | None,
+    out: Path | None,
+    no_hooks: bool,
 ) -> None:
     """Make of patch SLUG a branch, a mail, a pull request's text and a checklist.
 
@@ -554,7 +573,7 @@ def command(
     ticked; --repo's HEAD, index and files are not touched. Ends with 1 if an item of
     the checklist fails.
     """
-    made = make_pr(layout, slug, repo, base, out)
+    made = make_pr(layout, slug, repo, base, out, not no_hooks)
     for item in made.items:
         print(f"{item.verdict:<10}{item.name:<30}{item.what}")
         if item.verdict != PASS:

@@ -457,6 +457,11 @@ def test_command_fails_with_an_item_and_says_which(
     assert done.returncode == 1
     assert "Not ready for upstream: ai, spdx." in done.stderr
     assert (applied.build / "pr/gadget/PR.md").is_file()
+    text = (applied.build / "pr/gadget/CHECKLIST.md").read_text()
+    assert "**hooks**" not in text
+    done = run_tools(applied, "pr", "gadget", "--no-hooks")
+    text = (applied.build / "pr/gadget/CHECKLIST.md").read_text()
+    assert "- [ ] **hooks**: run upstream's hooks" in text
     done = run_tools(applied, "pr", "gadgte")
     assert done.returncode == 1
     assert "Near it: gadget" in done.stderr
