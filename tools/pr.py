@@ -149,7 +149,7 @@ def make_pr(
         start = _base(pin, clone, base)
         # A clone may be shallow, and nothing before the base matters.
         (git.cwd / "shallow").write_text(f"{start.commit}\n", encoding="utf-8")
-        patches = [_ported(layout, one, start) for one in series.closure(slug)]
+        patches = series.closure(slug)
         with step(f"Making {BRANCHES}{slug} on {start.name}"):
             commit, mail_file = _commit(layout, git, start, patches)
         before = git("rev-parse", f"{commit}^")
@@ -287,13 +287,17 @@ def _base(pin: Pin, clone: Clone | None, base: str | None) -> Base:
     )
 
 
-def _ported(layout: Layout, patch: Patch, base: Base) -> Patch:
-    """The patch, with the mail that it has for another release, if any."""
+def _mails(layout: Layout, patch: Patch, base: Base) -> list[Path]:
+    """The mails that a patch may have on a base, best first.
+
+    `make port` keeps one for a release that the patch's own does not fit. Upstream's
+    main is nearest to the newest release.
+    """
+    ports = layout.patches / "ports"
     if base.version:
-        mail = layout.patches / "ports" / base.version / f"{patch.slug}.patch"
-        if mail.is_file():
-            return replace(patch, mail=mail)
-    return patch
+        kept = [ports / base.version / f"{patch.slug}.patch"]
+        return [mail for mail in kept if mail.is_file()] or [patch.mail]
+    return [*sorted(ports.glob(f"*/{patch.slug}.patch"), reverse=True), patch.mail]
 
 
 def _commit(
@@ -302,14 +306,25 @@ def _commit(
     """The commit of the last patch, and its mail as it is there."""
     tip, mail = base.commit, patches[-1].mail
     for patch in patches:
-        try:
-            tip = assemble(git, tip, [patch], layout.overlay)[patch.slug]
-            mail = patch.mail
-        except WorkshopError as error:
-            mail = _merged(git, tip, patch, error)
-            here = replace(patch, mail=mail)
-            tip = assemble(git, tip, [here], layout.overlay)[patch.slug]
+        mails = _mails(layout, patch, base)
+        for at, mail in enumerate(mails, 1):
+            try:
+                tip, mail = _put(layout, git, tip, replace(patch, mail=mail))
+                break
+            except WorkshopError:
+                if at == len(mails):
+                    raise
     return tip, mail
+
+
+def _put(layout: Layout, git: Git, tip: str, patch: Patch) -> tuple[str, Path]:
+    """Commit a patch as it is, or merged."""
+    try:
+        commit = assemble(git, tip, [patch], layout.overlay)[patch.slug]
+    except WorkshopError as error:
+        patch = replace(patch, mail=_merged(git, tip, patch, error))
+        commit = assemble(git, tip, [patch], layout.overlay)[patch.slug]
+    return commit, patch.mail
 
 
 def _merged(git: Git, tip: str, patch: Patch, error: WorkshopError) -> Path:

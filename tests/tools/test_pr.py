@@ -380,6 +380,8 @@ def test_mail_for_another_release_is_taken(
     made = make_pr(applied, "gadget", clone, "0.31.0")
     text = Git(clone)("show", f"{made.commit}:vllm/engine/core.py")
     assert text == "class Other:\n    gadget = True"
+    # Upstream's main is nearer to that release than to the pinned one.
+    assert make_pr(applied, "gadget", clone, "main").commit == made.commit
 
 
 def test_unknown_patch_names_near_ones(applied: Layout) -> None:
