@@ -570,7 +570,7 @@ def _write(folder: Path, slug: str, mail: bytes, body: str, checklist: str) -> N
 @click.option(
     "--no-hooks",
     is_flag=True,
-    help="Do not run upstream's hooks, which take a minute.",
+    help="Do not run upstream's hooks, which take a minute or more.",
 )
 @click.pass_obj
 def command(
