@@ -79,9 +79,9 @@ RULES = {
 _HOOKS = (
     "clang-format",
     "shellcheck",
-    "check_init_lazy_imports",
-    "check_label_rules",
-    "check_buildkite_step_keys",
+    "check-root-lazy-imports",
+    "check-label-rules",
+    "check-buildkite-step-keys",
 )
 _ZERO_COMMIT = b"From " + b"0" * 40 + b" Mon Sep 17 00:00:00 2001\n"
 # Options of pytest that take the next argument.

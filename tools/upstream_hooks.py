@@ -13,16 +13,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.errors import WorkshopError
 from tools.git import Git
 from tools.layout import Layout, venv_python
 from tools.upstream_lint import (
-    HOOKS,
     Finding,
     python_hook,
     ruff_check,
@@ -30,7 +31,10 @@ from tools.upstream_lint import (
 )
 
 CONFIG = ".pre-commit-config.yaml"
-_PYTHON = "3.10"
+_MYPY = re.compile(r'python (tools/pre_commit/mypy\.py) "([\d.]+)"')
+_SCRIPT = re.compile(r"python (tools/\S+\.py)( --check)?")
+# Packages that upstream's own scripts may import besides the standard library.
+_INSTALLED = {"regex", "PyYAML"}
 _TIMEOUT_S = 600
 _C = (".c", ".cc", ".cpp", ".cu", ".cuh", ".cxx", ".h", ".hh", ".hpp", ".hxx")
 _AT = re.compile(r":\d+(?::\d+)?")
@@ -41,7 +45,6 @@ _BY_HAND = {
     "actionlint": r"\.github/workflows/.*\.ya?ml$",
     "cargo": r"rust/",
     "update-dockerfile-graph": r"docker/Dockerfile$",
-    "validate-docker-versions": r"docker/(Dockerfile|versions\.json)$",
 }
 
 
@@ -102,7 +105,8 @@ def run_hooks(
     """
     names = git("ls-tree", "-r", "-z", "--name-only", "--full-tree", after).split("\0")
     there = set(names)
-    excluded = re.compile(_excluded(git, after) or r"(?!)")
+    config = _config(git, after)
+    excluded = re.compile(str(config.get("exclude") or r"(?!)"))
     touched = sorted(
         path for path in set(paths) if path in there and not excluded.search(path)
     )
@@ -116,7 +120,7 @@ def run_hooks(
                 _checkout(git, commit, trees[commit])
             return trees[commit]
 
-        for hook in hooks(layout):
+        for hook in hooks(layout, config):
             if (only and hook.name not in only) or hook.needs not in there:
                 continue
             files = [path for path in touched if hook.takes(path)]
@@ -154,14 +158,13 @@ def _new(
     return new
 
 
-def _excluded(git: Git, commit: str) -> str:
-    """The top-level `exclude` of upstream's configuration."""
+def _config(git: Git, commit: str) -> dict[str, Any]:
     import yaml
 
     if git.resolve(f"{commit}:{CONFIG}") is None:
-        return ""
+        return {}
     config = yaml.safe_load(git("cat-file", "blob", f"{commit}:{CONFIG}"))
-    return str(config.get("exclude", "")) if isinstance(config, dict) else ""
+    return config if isinstance(config, dict) else {}
 
 
 def _checkout(git: Git, commit: str, folder: Path) -> None:
@@ -169,31 +172,16 @@ def _checkout(git: Git, commit: str, folder: Path) -> None:
     git("checkout-index", "--all", env={"GIT_WORK_TREE": str(folder)})
 
 
-def hooks(layout: Layout) -> tuple[Hook, ...]:
-    """All that can be run, cheap ones first."""
+def hooks(layout: Layout, config: Mapping[str, Any]) -> tuple[Hook, ...]:
+    """All that can be run, cheap ones first.
+
+    Args:
+        config: Upstream's, of the commit that is looked at.
+    """
     python = _suffix(".py")
-
-    def own(script: str) -> Hook:
-        return Hook(
-            Path(script).stem,
-            python,
-            lambda root, files: python_hook(root, script, files),
-            needs=script,
-        )
-
-    def whole(script: str, form: str) -> Hook:
-        """A script that takes no files and looks at the whole tree."""
-        return Hook(
-            Path(script).stem,
-            lambda path: bool(re.match(form, path)),
-            lambda root, files: _whole(root, script),
-            needs=script,
-        )
-
-    folder = "tools/pre_commit"
     return (
-        Hook("ruff-check", python, ruff_check),
-        Hook("ruff-format", python, ruff_format),
+        Hook("ruff-check", python, ruff_check, needs="pyproject.toml"),
+        Hook("ruff-format", python, ruff_format, needs="pyproject.toml"),
         Hook("typos", lambda path: True, _typos),
         Hook("clang-format", _suffix(*_C), _clang_format),
         Hook("shellcheck", _suffix(".sh", ".bash"), _shellcheck),
@@ -203,17 +191,70 @@ def hooks(layout: Layout) -> tuple[Hook, ...]:
             _markdownlint,
             missing=_no_markdownlint,
         ),
-        own(f"{folder}/check_spdx_header.py"),
-        whole(f"{folder}/check_init_lazy_imports.py", r"vllm/__init__\.py$"),
-        *(own(script) for script in HOOKS),
-        whole(f"{folder}/check_label_rules.py", r"\.github/mergify\.yml$"),
-        whole(f"{folder}/check_buildkite_step_keys.py", r"\.buildkite/.*\.ya?ml$"),
-        Hook(
-            "mypy",
-            python,
-            lambda root, files: _mypy(layout, root, files),
-            needs=f"{folder}/mypy.py",
-        ),
+        *_scripts(config),
+        *_mypys(layout, config),
+    )
+
+
+def _scripts(config: Mapping[str, Any]) -> Iterator[Hook]:
+    """Upstream's own Python scripts, as its configuration runs them."""
+    for entry in _local(config):
+        match = _SCRIPT.fullmatch(str(entry.get("entry", "")))
+        if match:
+            yield _script(entry, match[1], (match[2] or "").split())
+
+
+def _local(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [
+        entry
+        for repo in config.get("repos") or ()
+        if repo.get("repo") == "local"
+        for entry in repo.get("hooks") or ()
+    ]
+
+
+def _mypys(layout: Layout, config: Mapping[str, Any]) -> Iterator[Hook]:
+    """mypy for the Python version that upstream checks at each commit."""
+    for entry in _local(config):
+        match = _MYPY.fullmatch(str(entry.get("entry", "")))
+        if match and "stages" not in entry:
+            yield Hook(
+                "mypy",
+                _suffix(".py"),
+                partial(_mypy, layout, match[1], match[2]),
+                needs=match[1],
+            )
+
+
+def _script(entry: Mapping[str, Any], script: str, flags: Sequence[str]) -> Hook:
+    wanted = re.compile(entry.get("files", ""))
+    unwanted = re.compile(entry.get("exclude") or r"(?!)")
+    types = [*entry.get("types", ()), *entry.get("types_or", ())]
+    ends = tuple(
+        end
+        for kind, end in (("python", ".py"), ("rust", ".rs"), ("proto", ".proto"))
+        if kind in types
+    )
+    whole = entry.get("pass_filenames") is False
+    needed = {str(name) for name in entry.get("additional_dependencies", ())}
+    missing = ", ".join(sorted(needed - _INSTALLED))
+
+    def takes(path: str) -> bool:
+        if not wanted.search(path) or unwanted.search(path):
+            return False
+        return path.endswith(ends) if types else True
+
+    def run(root: Path, files: Sequence[str]) -> Iterator[Finding]:
+        return (
+            _whole(root, script, flags) if whole else python_hook(root, script, files)
+        )
+
+    return Hook(
+        str(entry["id"]),
+        takes,
+        run,
+        needs=script,
+        missing=lambda: f"it needs {missing}" if missing else "",
     )
 
 
@@ -299,14 +340,17 @@ def _markdownlint(root: Path, files: Sequence[str]) -> Iterator[Finding]:
     yield from _read("markdownlint-cli2", status, output, files)
 
 
-def _whole(root: Path, script: str) -> Iterator[Finding]:
-    status, output = _run(root, sys.executable, script)
+def _whole(root: Path, script: str, flags: Sequence[str]) -> Iterator[Finding]:
+    """A script that takes no files and looks at the whole tree."""
+    status, output = _run(root, sys.executable, script, *flags)
     if status:
         tail = "\n".join(output.strip().splitlines()[-10:])
         yield Finding("hooks", None, f"{Path(script).name}: {tail}")
 
 
-def _mypy(layout: Layout, root: Path, files: Sequence[str]) -> Iterator[Finding]:
+def _mypy(
+    layout: Layout, script: str, version: str, root: Path, files: Sequence[str]
+) -> Iterator[Finding]:
     """Upstream's script; it groups the files and calls `mypy` from PATH."""
     from tools.mypy_env import mypy_bin
 
@@ -314,8 +358,8 @@ def _mypy(layout: Layout, root: Path, files: Sequence[str]) -> Iterator[Finding]
     status, output = _run(
         root,
         str(venv_python(folder.parent)),
-        "tools/pre_commit/mypy.py",
-        _PYTHON,
+        script,
+        version,
         *files,
         path=str(folder),
         MYPY_CACHE_DIR=str(layout.build / "mypy-cache"),

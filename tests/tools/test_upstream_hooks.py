@@ -97,7 +97,17 @@ def test_mypy_runs_through_the_trees_script(
     (folder / "mypy").chmod(0o755)
     (folder / "python").symlink_to(sys.executable)
     monkeypatch.setattr("tools.mypy_env.mypy_bin", lambda layout: folder)
-    script = {"tools/pre_commit/mypy.py": MYPY, ".pre-commit-config.yaml": CONFIG}
+    config = """\
+repos:
+- repo: local
+  hooks:
+  - id: mypy-3.10
+    entry: python tools/pre_commit/mypy.py "3.10"
+  - id: mypy-3.11
+    entry: python tools/pre_commit/mypy.py "3.11"
+    stages: [manual]
+"""
+    script = {"tools/pre_commit/mypy.py": MYPY, ".pre-commit-config.yaml": config}
     before = commit({**script, "vllm/a.py": "BAD = 1\n"})
     after = commit({"vllm/a.py": "x = 1\nBAD = 1\nBAD = 2\n"})
     found = run(applied, before, after, "vllm/a.py")["mypy"]
@@ -132,3 +142,47 @@ def test_markdownlint_where_there_is_one(
     after = commit({"docs/x.md": "#\tX\n"})
     found = run(applied, before, after, "docs/x.md")["markdownlint-cli2"]
     assert messages(found) == ["docs/x.md:1: error MD010/no-hard-tabs Hard tabs"]
+
+
+def test_scripts_of_upstreams_configuration_are_run_as_it_says(
+    applied: Layout, commit: Commit
+) -> None:
+    config = """\
+repos:
+- repo: local
+  hooks:
+  - id: check-words
+    entry: python tools/pre_commit/check_words.py
+    language: python
+    types: [python]
+    exclude: ^tests/
+  - id: check-whole
+    entry: python tools/pre_commit/check_whole.py
+    files: ^docs/
+    pass_filenames: false
+  - id: check-docker
+    entry: python tools/pre_commit/check_whole.py --check
+    files: ^docs/
+    additional_dependencies: [dockerfile-parse]
+  - id: not-a-script
+    entry: bash -c "exit 1"
+"""
+    words = (
+        "import sys\n\nbad = [n for n in sys.argv[1:] if 'BAD' in open(n).read()]\n"
+        "print(*bad, sep='\\n')\nsys.exit(bool(bad))\n"
+    )
+    whole = "import os, sys\n\nsys.exit(os.path.exists('docs/x.md') and 'no x')\n"
+    before = commit(
+        {
+            ".pre-commit-config.yaml": config,
+            "tools/pre_commit/check_words.py": words,
+            "tools/pre_commit/check_whole.py": whole,
+        }
+    )
+    files = {"vllm/a.py": "BAD = 1\n", "tests/a.py": "BAD = 1\n", "docs/x.md": "# X\n"}
+    found = run(applied, before, commit(files), *files)
+    assert messages(found["check-words"]) == ["check_words.py: vllm/a.py"]
+    assert found["check-words"].files == 1
+    assert messages(found["check-whole"]) == ["check_whole.py: no x"]
+    assert found["check-docker"].by_hand == "it needs dockerfile-parse"
+    assert "not-a-script" not in found
