@@ -4,8 +4,9 @@ DEVICE ?= cpu
 # exec: a signal to make reaches the server that `make serve` becomes.
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
-.PHONY: help status fetch apply build doctor serve serve-afd demo export check pr report test \
+.PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
 	test-fast test-faults soak bench
+.PHONY: pr report
 
 help:
 	@$(TOOLS) --help

@@ -25,9 +25,9 @@ VERBS = {
     "soak": "Send many random requests to both AFD roles and watch their memory.",
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
+    "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
     "pr": "Make of one patch a branch, a mail, a text and a checklist for upstream.",
     "report": "Write docs/report.md: each patch, upstream's checklist, four releases.",
-    "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
     "bench": "Measure side by side in one run; results go to bench/results.",
 }
 
