@@ -6,7 +6,6 @@ TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
 .PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
 	test-fast test-faults soak bench
-.PHONY: pr report
 
 help:
 	@$(TOOLS) --help
@@ -29,6 +28,7 @@ serve-afd:
 demo:
 	@$(TOOLS) demo $(if $(MODEL),--model "$(MODEL)") -- $(ARGS)
 
+.PHONY: pr report
 pr:
 	@$(TOOLS) pr $(if $(REPO),--repo "$(REPO)") $(if $(BASE),--base "$(BASE)") $(ARGS) -- "$(SLUG)"
 
