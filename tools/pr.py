@@ -318,13 +318,35 @@ def _commit(
 
 
 def _put(layout: Layout, git: Git, tip: str, patch: Patch) -> tuple[str, Path]:
-    """Commit a patch as it is, or merged."""
+    """Commit a patch as it is, or merged, or as `make port` keeps it."""
+    if patch.mail.parent != layout.patches:
+        return _put_kept(layout, git, tip, patch), patch.mail
     try:
         commit = assemble(git, tip, [patch], layout.overlay)[patch.slug]
     except WorkshopError as error:
         patch = replace(patch, mail=_merged(git, tip, patch, error))
         commit = assemble(git, tip, [patch], layout.overlay)[patch.slug]
     return commit, patch.mail
+
+
+def _put_kept(layout: Layout, git: Git, tip: str, patch: Patch) -> str:
+    """Commit what `make port` keeps: hunks on the tree that has the new files already.
+
+    New files that upstream has by now are left to the hunks.
+    """
+    free = tuple(
+        name for name in patch.meta.overlay if git.resolve(f"{tip}:{name}") is None
+    )
+    data = patch.mail.read_bytes()
+    head, hunks, _ = data.partition(b"\ndiff --git ")
+    message = Path(git.env["GIT_INDEX_FILE"]).with_name(f"{patch.slug}.message")
+    message.write_bytes(head + b"\n")
+    bare = replace(patch, mail=message, meta=replace(patch.meta, overlay=free))
+    start = assemble(git, tip, [bare], layout.overlay)[patch.slug]
+    git("read-tree", start)
+    if hunks:
+        git("apply", "--cached", "--whitespace=nowarn", str(patch.mail))
+    return commit_tree(git, git("write-tree"), tip, read_mail(git, patch.mail))
 
 
 def _merged(git: Git, tip: str, patch: Patch, error: WorkshopError) -> Path:

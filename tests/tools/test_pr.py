@@ -376,10 +376,18 @@ def test_mail_for_another_release_is_taken(
     ports.mkdir(parents=True)
     mail = (applied.patches / "gadget.patch").read_text()
     mail = mail.replace(" class EngineCore:", " class Other:")
+    # What is kept may also change the patch's own new files.
+    mail += (
+        "diff --git a/vllm/gadget/__init__.py b/vllm/gadget/__init__.py\n"
+        "--- a/vllm/gadget/__init__.py\n+++ b/vllm/gadget/__init__.py\n"
+        "@@ -1 +1 @@\n-GADGET = 1\n+GADGET = 31\n"
+    )
     (ports / "gadget.patch").write_text(mail)
     made = make_pr(applied, "gadget", clone, "0.31.0")
     text = Git(clone)("show", f"{made.commit}:vllm/engine/core.py")
     assert text == "class Other:\n    gadget = True"
+    new = Git(clone)("show", f"{made.commit}:vllm/gadget/__init__.py")
+    assert new == "GADGET = 31"
     # Upstream's main is nearer to that release than to the pinned one.
     assert make_pr(applied, "gadget", clone, "main").commit == made.commit
 
