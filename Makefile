@@ -10,7 +10,7 @@ TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 help:
 	@$(TOOLS) --help
 
-status fetch doctor export check:
+status fetch doctor export check report:
 	@$(TOOLS) $@ $(ARGS)
 
 apply:
@@ -27,6 +27,10 @@ serve-afd:
 
 demo:
 	@$(TOOLS) demo $(if $(MODEL),--model "$(MODEL)") -- $(ARGS)
+
+.PHONY: pr report
+pr:
+	@$(TOOLS) pr $(if $(REPO),--repo "$(REPO)") $(if $(BASE),--base "$(BASE)") $(ARGS) -- "$(SLUG)"
 
 test:
 	@$(TOOLS) test $(ARGS)

@@ -32,12 +32,14 @@ from tools.series import (
 )
 from tools.state import base_commit
 from tools.ui import say
+from tools.upstream_hooks import run_hooks
 from tools.upstream_lint import lint
 from tools.upstream_rules import (
     PRIVATE,
     file_problems,
     message_problems,
     private_words,
+    product_lines,
     size_problems,
 )
 
@@ -66,11 +68,21 @@ RULES = {
     "filename": "no space in a new file's name",
     "ruff": "ruff check with vLLM's settings",
     "format": "ruff format with vLLM's settings",
-    "hooks": "vLLM's own Python hooks",
+    "hooks": "vLLM's own Python hooks, clang-format, shellcheck",
     "hygiene": "no package registry's host and no machine's path in a file here",
+    "report": "docs/report.md is what `make report` would write",
     "base": "the base can be had, for the rules that need its files",
 }
 
+# Hooks of vLLM's that run on a copy of the tip. What the others find is not mended
+# yet, or takes npm: `make pr` runs them.
+_HOOKS = (
+    "clang-format",
+    "shellcheck",
+    "check-root-lazy-imports",
+    "check-label-rules",
+    "check-buildkite-step-keys",
+)
 _ZERO_COMMIT = b"From " + b"0" * 40 + b" Mon Sep 17 00:00:00 2001\n"
 # Options of pytest that take the next argument.
 _TAKES_VALUE = ("-k", "-m", "-n", "-o", "-p", "-c", "--deselect", "--ignore")
@@ -165,11 +177,14 @@ class Report:
         )
 
 
-def check(layout: Layout) -> Report:
+def check(layout: Layout, compare_report: bool = True) -> Report:
     """Check the series, and this repository, against all rules.
 
     Needs no built environment. The base's files come from `build/vllm`, which is
     fetched where there is none.
+
+    Args:
+        compare_report: Whether rule `report` counts.
 
     Raises:
         WorkshopError: git or a linter cannot be run at all.
@@ -187,7 +202,7 @@ def check(layout: Layout) -> Report:
     _check_owners(layout, series, order, report)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         for patch in series.patches:
-            _check_mail(Git(Path(folder)), layout, patch, report)
+            check_mail(Git(Path(folder)), layout, patch, report)
     _check_hygiene(layout, report)
     try:
         pin = load_pin(layout.pin)
@@ -199,6 +214,8 @@ def check(layout: Layout) -> Report:
             with scratch(layout.tree) as git:
                 complete = len(series.patches) == len(order)
                 Tree(git, layout, base, series, report).check(pin, complete)
+    if compare_report:
+        _check_report(layout, series, report)
     report.seconds = time.monotonic() - start
     return report
 
@@ -250,7 +267,7 @@ def _files(top: Path) -> Iterator[Path]:
             yield path
 
 
-def _check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
+def check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
     """Rules that need the mail and the overlay only."""
     from unidiff import UnidiffParseError
 
@@ -285,21 +302,43 @@ def _check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
         lines = [line.value for hunk in file for line in hunk if line.is_added]
         for rule, message in private_words(f"added line of {file.path}", lines):
             report.add(rule, slug, message)
-    changed = [(file.path, file.added + file.removed) for file in diff]
-    for name in patch.meta.overlay:
-        path = layout.overlay / name
-        if not (path.is_symlink() or path.is_file()):
-            continue
-        _, content = read_overlay(path)
+    for name, content in overlay_contents(layout, patch):
         for rule, message in file_problems(name, content):
             report.add(rule, slug, message)
         if b"\0" not in content:
             lines = content.decode(errors="replace").split("\n")
             for rule, message in private_words(name, lines):
                 report.add(rule, slug, message)
-            changed.append((name, len(content.splitlines())))
-    for rule, message in size_problems(changed, mail.message):
+    for rule, message in size_problems(changed_lines(layout, patch), mail.message):
         report.add(rule, slug, message)
+
+
+def overlay_contents(layout: Layout, patch: Patch) -> Iterator[tuple[str, bytes]]:
+    """Path and content of each new file of a patch that is there."""
+    for name in patch.meta.overlay:
+        path = layout.overlay / name
+        if path.is_symlink() or path.is_file():
+            yield name, read_overlay(path)[1]
+
+
+def changed_lines(layout: Layout, patch: Patch) -> list[tuple[str, int]]:
+    """Path and number of changed lines of each file; binary ones have none.
+
+    Raises:
+        UnidiffParseError: The hunks are malformed.
+    """
+    diff = parse(patch.mail.read_bytes())
+    changed = [(file.path, file.added + file.removed) for file in diff]
+    return changed + [
+        (name, len(content.splitlines()))
+        for name, content in overlay_contents(layout, patch)
+        if b"\0" not in content
+    ]
+
+
+def product_lines_of(layout: Layout, patch: Patch) -> int:
+    """How many of a patch's changed lines count for upstream's limit."""
+    return product_lines(changed_lines(layout, patch))
 
 
 def parse(mail: bytes) -> PatchSet:
@@ -344,6 +383,25 @@ def _check_hygiene(layout: Layout, report: Report) -> None:
             for what, text in named:
                 where = f"{layout.relative(path)}:{number}"
                 report.add("hygiene", None, f"{where} names {what}: {text}")
+
+
+def _check_report(layout: Layout, series: Series, report: Report) -> None:
+    """Rule report; what is wrong elsewhere would only be said twice."""
+    from tools.report import report_file, report_text
+
+    path = report_file(layout)
+    if not path.parent.is_dir():
+        return
+    if not report.ok:
+        report.notes.append(f"{layout.relative(path)}: not compared.")
+        return
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text != report_text(layout, series, report.problems):
+        report.add(
+            "report",
+            None,
+            f"{layout.relative(path)} is out of date; `make report` writes it.",
+        )
 
 
 def _is_registry(host: str) -> bool:
@@ -496,21 +554,10 @@ class Tree:
 
     def _check_packages(self, patch: Patch, before: str, commit: str) -> None:
         """Rule init."""
-        folders = {
-            str(parent)
-            for name in patch.meta.overlay
-            if name.startswith("vllm/") and name.endswith(".py")
-            for parent in Path(name).parents
-            if "vllm" in parent.parts
-        }
-        for folder in sorted(folders):
-            package = f"{commit}:{folder}/__init__.py"
-            if self.git.resolve(f"{before}:{folder}") is None and (
-                self.git.resolve(package) is None
-            ):
-                self.report.add(
-                    "init", patch.slug, f"{folder}/ is new and has no __init__.py."
-                )
+        for folder in missing_packages(self.git, before, commit, patch.meta.overlay):
+            self.report.add(
+                "init", patch.slug, f"{folder}/ is new and has no __init__.py."
+            )
 
     def _check_closure(self, patch: Patch, good: set[str]) -> None:
         """Rules closure and tests."""
@@ -562,8 +609,32 @@ class Tree:
             for found in lint(self.git, tip, list(touched)):
                 slug = touched.get(found.path) if found.path else None
                 self.report.add(found.rule, slug, found.message)
+            for one in run_hooks(
+                self.layout, self.git, self.base, tip, [*touched], only=_HOOKS
+            ):
+                for found in one.findings:
+                    slug = touched.get(found.path) if found.path else None
+                    rule = found.rule if found.rule in RULES else "hooks"
+                    self.report.add(rule, slug, f"{one.hook}: {found.message}")
         except WorkshopError as error:
             self.report.add("ruff", None, f"The files could not be linted: {error}")
+
+
+def missing_packages(
+    git: Git, before: str, after: str, added: Sequence[str]
+) -> Iterator[str]:
+    """New folders of Python files under `vllm/` that are no packages."""
+    folders = {
+        str(parent)
+        for name in added
+        if name.startswith("vllm/") and name.endswith(".py")
+        for parent in Path(name).parents
+        if "vllm" in parent.parts
+    }
+    for folder in sorted(folders):
+        package = f"{after}:{folder}/__init__.py"
+        if git.resolve(f"{before}:{folder}") is None and git.resolve(package) is None:
+            yield folder
 
 
 def _unquoted(name: str) -> str:

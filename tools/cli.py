@@ -26,6 +26,8 @@ VERBS = {
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
+    "pr": "Make of one patch a branch, a mail, a text and a checklist for upstream.",
+    "report": "Write docs/report.md: each patch, upstream's checklist, four releases.",
     "bench": "Measure side by side in one run; results go to bench/results.",
 }
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,10 +214,55 @@ def scratch(repo: Path) -> Iterator[Git]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def borrowing(folder: Path, stores: Sequence[Path], index: Path) -> Git:
+    """Git on a bare repository that reads from other object stores, writes to its own.
+
+    As private as `scratch`, but what it makes stays in the folder.
+
+    Args:
+        folder: Made unless it is there.
+        stores: Folders `objects` of other repositories.
+        index: File for the index.
+    """
+    if not (folder / "HEAD").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _make_bare(folder)
+    alternates = folder / "objects" / "info" / "alternates"
+    alternates.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f"{store.resolve()}\n" for store in stores)
+    alternates.write_text(lines, encoding="utf-8")
+    return Git(folder, {"GIT_DIR": str(folder), "GIT_INDEX_FILE": str(index)})
+
+
+def changed_files(repo: Path) -> list[str]:
+    """Tracked files that the user changed, told with the user's own settings.
+
+    Where a checkout converts line ends, ours would take each file for a changed one.
+    """
+    keep = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key.startswith("GIT_CONFIG")
+    }
+    done = subprocess.run(
+        ["git", "status", "--porcelain=v1", "-z", "--no-renames", "-uno"],
+        cwd=repo,
+        env={**keep, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        stderr = done.stderr.decode(errors="replace")
+        raise GitError(("status",), done.returncode, stderr)
+    rows = done.stdout.decode("utf-8", "surrogateescape").split("\0")
+    return [row[3:] for row in rows if row]
+
+
 def _make_bare(folder: Path) -> None:
     """What `git init --bare` makes, as far as git needs it, without its 5 ms."""
-    (folder / "objects").mkdir()
-    (folder / "refs").mkdir()
+    (folder / "objects").mkdir(exist_ok=True)
+    (folder / "refs").mkdir(exist_ok=True)
     (folder / "HEAD").write_text("ref: refs/heads/main\n", encoding="utf-8")
     (folder / "config").write_text(
         "[core]\n\trepositoryformatversion = 0\n\tbare = true\n", encoding="utf-8"

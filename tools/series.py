@@ -119,6 +119,15 @@ class Series:
                 digest.update(hashlib.sha256(data).digest())
         return digest.hexdigest()
 
+    def patch_digest(self, slug: str) -> str:
+        """Hash of all that one patch puts into a tree: its mail and overlay files."""
+        patch = self[slug]
+        digest = hashlib.sha256(patch.mail.read_bytes())
+        for name in sorted(patch.meta.overlay):
+            mode, data = read_overlay(self.layout.overlay / name)
+            digest.update(f"\0{name}\0{mode}\0".encode() + data)
+        return digest.hexdigest()
+
 
 def load_series(layout: Layout) -> Series:
     """Read order, mails and metadata.
@@ -426,6 +435,37 @@ def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
 # A renamed file stays a hunk: the overlay holds no text of upstream's.
 _RENAMES = ("--find-renames=50%", "-l1000")
 
+# The form of a mail, whatever the settings are.
+FORMAT_PATCH = (
+    "-1",
+    "--stdout",
+    "--always",
+    "--patch",
+    "--full-index",
+    "--binary",
+    "--no-signature",
+    "--no-attach",
+    "--no-thread",
+    "--no-notes",
+    "--no-cover-letter",
+    "--no-to",
+    "--no-cc",
+    "--no-add-header",
+    "--no-signoff",
+    "--no-numbered",
+    "--subject-prefix=PATCH",
+    *_RENAMES,
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "--no-indent-heuristic",
+    "--unified=3",
+    "--inter-hunk-context=0",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+    f"-O{os.devnull}",
+)
+
 
 @dataclass(frozen=True)
 class Added:
@@ -454,37 +494,11 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
     hunks = _without(git, commit, [file.path for file in files]) if files else commit
     data = git.raw(
         "format-patch",
-        "-1",
-        "--stdout",
-        "--always",
         "--no-stat",
-        "--patch",
-        "--full-index",
-        "--binary",
         "--zero-commit",
-        "--no-signature",
-        "--no-attach",
-        "--no-thread",
-        "--no-notes",
         "--no-base",
-        "--no-cover-letter",
-        "--no-to",
-        "--no-cc",
-        "--no-add-header",
-        "--no-signoff",
-        "--no-numbered",
-        "--subject-prefix=PATCH",
         "--no-encode-email-headers",
-        *_RENAMES,
-        "--no-ext-diff",
-        "--no-textconv",
-        "--no-color",
-        "--no-indent-heuristic",
-        "--unified=3",
-        "--inter-hunk-context=0",
-        "--src-prefix=a/",
-        "--dst-prefix=b/",
-        f"-O{os.devnull}",
+        *FORMAT_PATCH,
         hunks,
     )
     return data, files

@@ -217,8 +217,13 @@ def read_refs(tree: Path) -> Refs:
 
 def operation_in_progress(tree: Path) -> str | None:
     """The user's own rebase, am, merge, ... that has not ended."""
+    return operation_in(tree / ".git")
+
+
+def operation_in(git_dir: Path) -> str | None:
+    """As `operation_in_progress`, where the repository's folder is elsewhere."""
     for name, what in _OPERATIONS.items():
-        if (tree / ".git" / name).exists():
+        if (git_dir / name).exists():
             return what
     return None
 

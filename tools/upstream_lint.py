@@ -67,10 +67,10 @@ def lint(git: Git, tip: str, paths: Sequence[str]) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="lint-") as folder:
         root = Path(folder)
         _write(git, blobs, root, [*files, *hooks, _SETTINGS])
-        yield from _check(root, files)
-        yield from _format(root, files)
+        yield from ruff_check(root, files)
+        yield from ruff_format(root, files)
         for hook in hooks:
-            yield from _hook(root, hook, files)
+            yield from python_hook(root, hook, files)
 
 
 def _blobs(git: Git, tip: str) -> dict[str, str]:
@@ -136,7 +136,7 @@ def _ruff(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def _check(root: Path, files: Sequence[str]) -> Iterator[Finding]:
+def ruff_check(root: Path, files: Sequence[str]) -> Iterator[Finding]:
     flags = ("--no-cache", "--no-respect-gitignore", "--output-format=json")
     done = _ruff(root, "check", *flags, "--", *files)
     for entry in json.loads(done.stdout or "[]"):
@@ -146,7 +146,7 @@ def _check(root: Path, files: Sequence[str]) -> Iterator[Finding]:
         yield Finding("ruff", path, text)
 
 
-def _format(root: Path, files: Sequence[str]) -> Iterator[Finding]:
+def ruff_format(root: Path, files: Sequence[str]) -> Iterator[Finding]:
     flags = ("--no-cache", "--no-respect-gitignore", "--check")
     done = _ruff(root, "format", *flags, "--", *files)
     for line in done.stdout.splitlines():
@@ -155,7 +155,7 @@ def _format(root: Path, files: Sequence[str]) -> Iterator[Finding]:
             yield Finding("format", path, f"{path} is not formatted (ruff format).")
 
 
-def _hook(root: Path, hook: str, files: Sequence[str]) -> Iterator[Finding]:
+def python_hook(root: Path, hook: str, files: Sequence[str]) -> Iterator[Finding]:
     if importlib.util.find_spec("regex") is None:
         raise WorkshopError(
             "vLLM's hooks need the package `regex`.",

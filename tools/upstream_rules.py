@@ -27,8 +27,8 @@ _COMMENT = {".py": "# ", ".rs": "// ", ".proto": "// "}
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _HEADING = re.compile(r"^## +(.+?) *$")
 _TRAILER = re.compile(r"^[A-Za-z][A-Za-z-]*-by: +\S")
-_AI = re.compile(r"\bAI\b[- ]assist", re.IGNORECASE)
-_DUPLICATE = re.compile(r"duplicat|pull requests?\b|\bPRs?\b", re.IGNORECASE)
+AI = re.compile(r"\bAI\b[- ]assist", re.IGNORECASE)
+DUPLICATE = re.compile(r"duplicat|pull requests?\b|\bPRs?\b", re.IGNORECASE)
 _TEMPLATE = re.compile(r"BEFORE SUBMITTING|PLEASE FILL IN")
 _RFC = re.compile(
     r"\bRFC\b[^\n]*(#\d+|vllm-project/vllm/issues/\d+)"
@@ -62,9 +62,9 @@ def message_problems(message: str) -> Iterator[tuple[str, str]]:
             yield "body", f"`## {name}` is empty."
     if match := _TEMPLATE.search(message):
         yield "body", f"{match[0]!r} of upstream's template is left in."
-    if not _AI.search(body):
+    if not AI.search(body):
         yield "ai", "The body does not say that AI assistance was used."
-    if not _DUPLICATE.search(body):
+    if not DUPLICATE.search(body):
         yield (
             "ai",
             "The body does not say why this is no duplicate of an open pull request.",
@@ -81,7 +81,7 @@ def sections(body: str) -> dict[str, str]:
     lines = body.rstrip().split("\n")
     while lines and (_TRAILER.match(lines[-1]) or not lines[-1].strip()):
         lines.pop()
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     name = None
     fenced = False
     for line in lines:
@@ -89,10 +89,15 @@ def sections(body: str) -> dict[str, str]:
         heading = None if fenced else _HEADING.match(line)
         if heading:
             name = heading[1]
-            found.setdefault(name, "")
+            found.setdefault(name, [])
         elif name is not None:
-            found[name] = f"{found[name]}\n{line}".strip()
-    return found
+            found[name].append(line)
+    return {name: "\n".join(text).strip() for name, text in found.items()}
+
+
+def product_lines(changed: Iterable[tuple[str, int]]) -> int:
+    """How many of the changed lines count."""
+    return sum(count for path, count in changed if not path.startswith(UNCOUNTED))
 
 
 def size_problems(
@@ -103,7 +108,7 @@ def size_problems(
     Args:
         changed: Path and number of changed lines of each file.
     """
-    total = sum(count for path, count in changed if not path.startswith(UNCOUNTED))
+    total = product_lines(changed)
     if total > MAX_LINES and not _RFC.search(message):
         yield (
             "size",

@@ -533,3 +533,42 @@ def test_the_documentation_names_every_rule() -> None:
     text = (Path(__file__).parents[2] / "docs" / "patches.md").read_text()
     for rule in RULES:
         assert f"`{rule}`" in text
+
+
+# The report that is kept in docs/
+
+
+def test_report_must_be_what_would_be_written(
+    good: Layout, run_tools: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (good.root / "docs").mkdir()
+    assert found(check(good)) == {("report", None)}
+    assert run_tools(good, "report").returncode == 0
+    assert check(good).ok
+    edit(good.root / "docs/report.md", "clean", "conflict")
+    report = check(good)
+    assert found(report) == {("report", None)}
+    assert "make report" in message(report, "report")
+    # It would differ anyway: said once.
+    edit(mail(good, "answer"), "## Test Plan", "## How")
+    report = check(good)
+    assert found(report) == {("body", "answer")}
+    assert report.notes == ["docs/report.md: not compared."]
+
+
+# Upstream's hooks on a copy
+
+
+def test_hook_that_is_no_python_is_run_on_the_tip(good: Layout) -> None:
+    """The last patch brings a script in that shellcheck objects to."""
+    script = "#!/bin/bash\n# SPDX-License-Identifier: Apache-2.0\nrm $1\n"
+    files = {"tools/x.sh": script, ".pre-commit-config.yaml": "repos: []\n"}
+    for name, text in files.items():
+        path = good.overlay / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    path = meta(good, "gadget-two")
+    path.write_text(meta_text(path.read_text(), [*files]))
+    report = check(good)
+    assert ("hooks", "gadget-two") in found(report)
+    assert "shellcheck: tools/x.sh:3: " in message(report, "hooks")

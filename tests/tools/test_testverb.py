@@ -75,6 +75,8 @@ def test_stages_and_their_order() -> None:
 def test_ci_has_a_script_for_each_stage() -> None:
     folder = Path(__file__).resolve().parents[2] / "ci"
     scripts = {path.name: path for path in folder.iterdir()}
+    # Not a stage: it needs a clone of upstream.
+    del scripts["upstream-main"]
     assert scripts.keys() == {stage.name for stage in STAGES} - {"each"}
     for name, path in scripts.items():
         assert os.access(path, os.X_OK)
