@@ -25,6 +25,7 @@ VERBS = {
     "soak": "Send many random requests to both AFD roles and watch their memory.",
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
+    "port": "Put the series on another release of vLLM.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
     "bench": "Measure side by side in one run; results go to bench/results.",
 }
