@@ -30,6 +30,7 @@ from tools.port_merge import (
     check_mail,
     lost_between,
     override_mail,
+    port_from,
     port_patch,
 )
 from tools.port_status import Status, load_statuses, save_statuses, status_file
@@ -111,11 +112,13 @@ def port(
     version: str,
     edit: str | None = None,
     on_step: OnStep = lambda name: None,
+    like: str | None = None,
 ) -> dict[str, Status]:
     """Put the series on a release, from its base to its tip.
 
     Args:
         edit: Stop after this patch, so that it can be changed for this release.
+        like: Release whose finished port is offered where a patch has conflicts.
         on_step: Called after each step that changes something, for tests.
 
     Returns:
@@ -133,7 +136,28 @@ def port(
             say(f"A port to {version} was interrupted (process {state.pid}): again.")
         elif state:
             run.refuse_edits(state)
+        run.use(like)
         return run.all(edit)
+
+
+def survey(layout: Layout, version: str) -> dict[str, Status]:
+    """What each patch would do on a release; nothing is written or asked.
+
+    A patch in conflict is left in with its markers, so what comes after it and
+    touches the same lines may be in conflict for that reason only.
+    """
+    with hold(layout, "make port"):
+        run = _Run.begin(layout, version, lambda name: None)
+        found = {}
+        with scratch(run.tree) as git:
+            old = run.old_commits(git)
+            ground = run.ground(git)
+            tip = run.base
+            for patch in run.series.patches:
+                attempt = run.one(ground, patch, old[patch.slug], tip)
+                found[patch.slug] = run.status(git, patch, old[patch.slug], attempt)
+                tip = commit_tree(git, attempt.tree, tip, run.mail(git, patch))
+        return found
 
 
 def resume(
@@ -141,6 +165,7 @@ def resume(
     version: str,
     accept_lost: bool = False,
     on_step: OnStep = lambda name: None,
+    like: str | None = None,
 ) -> dict[str, Status]:
     """Keep what a human made of the patch where `port` stopped, then go on.
 
@@ -157,6 +182,7 @@ def resume(
             raise WorkshopError(
                 f"No port to {version} waits for you.", todo=f"make port BASE={version}"
             )
+        run.use(like)
         run.keep(state, accept_lost)
         return run.all(None)
 
@@ -198,6 +224,7 @@ class _Run:
     base: str
     on_step: OnStep
     statuses: dict[str, Status]
+    others: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, layout: Layout, version: str, on_step: OnStep) -> _Run:
@@ -285,16 +312,41 @@ class _Run:
         return f"vLLM {self.pin.version}"
 
     def ground(self, git: Git) -> Ground:
-        return Ground(git, self.old_base, self.base, self.layout.overlay)
+        return Ground(
+            git, self.old_base, self.base, self.pin.version, self.layout.overlay
+        )
 
     def mail(self, git: Git, patch: Patch) -> Mail:
         override = self.override(patch.slug)
         return read_mail(git, override if override.is_file() else patch.mail)
 
+    def use(self, like: str | None) -> None:
+        """Get the commits of another port."""
+        if like is None:
+            return
+        state = load_state(self.layout, find_port(self.layout, like).version)
+        if state is None or state.state != "done":
+            raise WorkshopError(
+                f"The port to {like} is not finished.", todo=f"make port BASE={like}"
+            )
+        Git(self.tree)(
+            "fetch",
+            "--quiet",
+            "--no-tags",
+            "--no-auto-maintenance",
+            "--no-write-fetch-head",
+            str(port_tree(self.layout, like)),
+            f"+{TIP_REF}:refs/workshop/other/{like}",
+        )
+        self.others = state.commits
+
     def one(self, ground: Ground, patch: Patch, old: str, tip: str) -> Attempt:
         override = self.override(patch.slug)
         if not override.is_file():
-            return port_patch(ground, patch, old, tip)
+            attempt = port_patch(ground, patch, old, tip)
+            if attempt.stages and (other := self.others.get(patch.slug)):
+                return port_from(ground, patch, other, tip, attempt)
+            return attempt
         attempt = port_patch(ground, patch, old, tip, override)
         if attempt.problem or attempt.result == "upstream":
             return attempt
@@ -454,7 +506,13 @@ class _Run:
             work.attempt("update-index", "-q", "--refresh")
             wanted = state.tree or f"{state.head}^{{tree}}"
             out = work("diff-index", "--name-only", "-z", wanted)
-        names = [name for name in out.split("\0") if name]
+        names = [
+            name
+            for name in out.split("\0")
+            if name
+            and (file_version(self.tree / name) or ("", ""))[1]
+            != state.conflicts.get(name)
+        ]
         if state.state == "stopped":
             return names
         head = Git(self.tree).resolve("HEAD")
@@ -478,7 +536,8 @@ class _Run:
             work = on_worktree(git, self.tree)
             work("add", "--all", "--", ".")
             head = Git(self.tree).resolve("HEAD") or state.head
-            who = Mail("vLLM workshop", "workshop@localhost", "0 +0000", "Put aside\n")
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            who = Mail("vLLM workshop", "workshop@localhost", now, "Put aside\n")
             commit = commit_tree(git, work("write-tree"), head, who)
         ref = BACKUP_REFS + datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         Git(self.tree)("update-ref", ref, commit)
@@ -624,6 +683,12 @@ def table(statuses: dict[str, Status]) -> str:
 @click.argument("version")
 @click.option("--continue", "go_on", is_flag=True, help="Keep what you resolved.")
 @click.option("--abort", "give_up", is_flag=True, help="Give up what stopped.")
+@click.option("--survey", "look", is_flag=True, help="Only tell; write nothing.")
+@click.option(
+    "--like",
+    metavar="VERSION",
+    help="Where a patch has conflicts, offer what its finished port to VERSION is.",
+)
 @click.option("--edit", metavar="SLUG", help="Stop after this patch, to change it.")
 @click.option(
     "--accept-lost",
@@ -636,6 +701,8 @@ def command(
     version: str,
     go_on: bool,
     give_up: bool,
+    look: bool,
+    like: str | None,
     edit: str | None,
     accept_lost: bool,
 ) -> None:
@@ -645,17 +712,22 @@ def command(
     patches/ports/VERSION. Where a human is needed it stops, with the conflict in
     build/port/VERSION/vllm. Results go to patches/ports/VERSION/status.toml.
     """
-    if sum((go_on, give_up, edit is not None)) > 1:
-        raise click.UsageError("--continue, --abort and --edit exclude each other.")
+    if sum((go_on, give_up, look, edit is not None)) > 1:
+        raise click.UsageError(
+            "--continue, --abort, --survey and --edit exclude each other."
+        )
     if accept_lost and not go_on:
         raise click.UsageError("--accept-lost goes with --continue.")
     if give_up:
         abort(layout, version)
         return
+    if look:
+        print(table(survey(layout, version)))
+        return
     if go_on:
-        statuses = resume(layout, version, accept_lost)
+        statuses = resume(layout, version, accept_lost, like=like)
     else:
-        statuses = port(layout, version, edit)
+        statuses = port(layout, version, edit, like=like)
     print(table(statuses))
     say(
         f"All {patches(len(statuses))} on vLLM {version}, in "

@@ -73,12 +73,14 @@ class Ground:
 
     Attributes:
         git: From `tools.git.scratch`.
+        version: Of the new base.
         overlay: Folder with the new files of all patches.
     """
 
     git: Git
     old: str
     new: str
+    version: str
     overlay: Path
     _moved: dict[str, str] | None = field(default=None)
 
@@ -143,7 +145,7 @@ def port_patch(
     applied = _apply(ground, patch, tip, there)
     if applied is None and _is_there(ground, patch, old, tip, there):
         return Attempt("upstream", git("rev-parse", f"{tip}^{{tree}}"))
-    merge = _merge(git, old, tip)
+    merge = _merge(git, old, tip, f"vllm-{ground.version}", patch.slug)
     if merge.stages:
         return _conflict(ground, patch, merge, absent, there)
     attempt = _judge(ground, merge, applied, tip, absent, rows)
@@ -256,15 +258,17 @@ class _Merge:
     messages: tuple[tuple[str, str], ...]
 
 
-def _merge(git: Git, old: str, tip: str) -> _Merge:
-    """Merge what a commit changes into another tree."""
+def _merge(git: Git, old: str, tip: str, ours: str, theirs: str) -> _Merge:
+    """Merge what a commit changes into another tree; both sides have a name."""
 
     def commit(tree: str, *parents: str) -> str:
         flags = [flag for parent in parents for flag in ("-p", parent)]
         return git("commit-tree", f"{tree}^{{tree}}", *flags, stdin="x\n", env=_WHO)
 
     base = commit(f"{old}^")
-    ours, theirs = commit(tip, base), commit(old, base)
+    # Branches, for the names in conflict markers.
+    git("update-ref", f"refs/heads/{ours}", commit(tip, base))
+    git("update-ref", f"refs/heads/{theirs}", commit(old, base))
     code, out, error = git.attempt(*_MERGE, ours, theirs)
     if code not in (0, 1):
         raise WorkshopError(
@@ -383,13 +387,35 @@ def _overridden(
     return Attempt("override", tree, lost=tuple(lost))
 
 
+def port_from(
+    ground: Ground, patch: Patch, other: str, tip: str, plain: Attempt
+) -> Attempt:
+    """Offer what another port made of a patch, where that has fewer conflicts.
+
+    Args:
+        other: Commit of the patch on the other release.
+        plain: What the patch itself gave.
+    """
+    merge = _merge(ground.git, other, tip, f"vllm-{ground.version}", patch.slug)
+    if len(merge.stages) >= len(plain.stages):
+        return plain
+    lines = [text for kind, text in merge.messages if kind.startswith("CONFLICT")]
+    return Attempt(
+        plain.result,
+        merge.tree,
+        "\n".join(["Taken from the other port.", *lines]),
+        "Resolve what is in conflict there; look through the rest (git diff HEAD).",
+        stages=merge.stages,
+    )
+
+
 def _stale(ground: Ground, patch: Patch, old: str, tip: str, error: str) -> Attempt:
     """Offer the merge of the patch itself, as the override no longer applies."""
     plain = port_patch(ground, patch, old, tip)
     return Attempt(
         plain.result if plain.problem else "conflict",
         plain.tree,
-        f"Its override does not apply any more.\n{error.strip()}\n{plain.problem}".strip(),
+        f"Its override does not apply any more.\n{error}\n{plain.problem}".strip(),
         plain.todo
         or "Without the override the patch ports well: remove that file, --abort, and "
         "run again.",
