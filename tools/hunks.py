@@ -109,18 +109,22 @@ def lost_lines(
     Returns:
         `path: line` of each.
     """
-    pool = Counter(squash([line]) for lines in given.values() for line in lines)
     lost = []
+    missing: list[tuple[str, bytes, bytes]] = []
+    stocks = {path: Counter(squash([line]) for line in given[path]) for path in given}
     for path, lines in wanted.items():
+        own = stocks.setdefault(path, Counter())
         there = Counter(squash([line]) for line in base.get(path, b"").split(b"\n"))
         for line in lines:
             key = squash([line])
-            if not key:
-                continue
-            for stock in (pool, there):
-                if stock[key]:
-                    stock[key] -= 1
-                    break
-            else:
-                lost.append(f"{path}: {line.decode('utf-8', 'replace').rstrip()}")
+            stock = own if own[key] else there
+            if key and not stock[key]:
+                missing.append((path, line, key))
+            stock[key] -= 1
+    # What is left elsewhere: the code may have moved to another file.
+    left = sum((+stock for stock in stocks.values()), Counter())
+    for path, line, key in missing:
+        if not left[key]:
+            lost.append(f"{path}: {line.decode('utf-8', 'replace').rstrip()}")
+        left[key] -= 1
     return lost
