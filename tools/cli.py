@@ -26,6 +26,7 @@ VERBS = {
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
     "port": "Put the series on another release of vLLM.",
+    "port-test": "Test the series on another release, as far as this machine can.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
     "bench": "Measure side by side in one run; results go to bench/results.",
 }

@@ -139,14 +139,14 @@ def upstream_tasks(layout: Layout) -> list[Task]:
             tests = [word for word in tests if word not in same_env]
             same_env.update(tests)
         if tests:
-            tasks.append(_upstream(layout, patch, "upstream", layout.tree, tests))
+            tasks.append(upstream_task(layout, patch, "upstream", layout.tree, tests))
     return tasks
 
 
 def each_tasks(layout: Layout) -> list[Task]:
     """Each patch's tests on the base and what it says it depends on, alone."""
     return [
-        _upstream(
+        upstream_task(
             layout,
             patch,
             "each",
@@ -159,7 +159,7 @@ def each_tasks(layout: Layout) -> list[Task]:
     ]
 
 
-def _upstream(
+def upstream_task(
     layout: Layout,
     patch: Patch,
     kind: str,
@@ -167,17 +167,27 @@ def _upstream(
     tests: Sequence[str],
     prepare: Callable[[], None] = lambda: None,
     cleanup: Callable[[], None] = lambda: None,
+    venv: Path | None = None,
+    plugin: Path | None = None,
 ) -> Task:
-    command = (str(venv_python(layout.venv)), "-m", "pytest", "-p", "no:cacheprovider")
+    """Tests of vLLM in a tree.
+
+    Args:
+        venv: Environment to run them in, the patched one unless given.
+        plugin: Module of pytest's to load.
+    """
+    python = venv_python(venv or layout.venv)
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider"]
+    path = str(tree)
+    if plugin:
+        command += ["-p", plugin.stem]
+        path += f"{os.pathsep}{plugin.parent}"
     return Task(
         f"{kind}-{patch.slug}",
         (*command, *tests),
         900,
         tree,
-        clean_environ()
-        | _UPSTREAM_ENV
-        | patch.meta.test_env
-        | {"PYTHONPATH": str(tree)},
+        clean_environ() | _UPSTREAM_ENV | patch.meta.test_env | {"PYTHONPATH": path},
         pytest=True,
         prepare=prepare,
         cleanup=cleanup,
@@ -206,14 +216,19 @@ def materialise(layout: Layout, slug: str, tree: Path) -> None:
         # The tip: what only the tests need may come after the slug.
         git("read-tree", list(commits.values())[-1])
         git("checkout-index", "--all", env={"GIT_WORK_TREE": str(tree)})
+    link_compiled(package, tree / "vllm")
+
+
+def link_compiled(package: Path, target: Path) -> None:
+    """Share the compiled files and the version of one `vllm` package with another."""
     for source in [*package.rglob("*.so"), package / "_version.py"]:
-        target = tree / "vllm" / source.relative_to(package)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
+        link = target / source.relative_to(package)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
         try:
-            os.link(source, target)
+            os.link(source, link)
         except OSError:
-            shutil.copy2(source, target)
+            shutil.copy2(source, link)
 
 
 def e2e_tasks(layout: Layout) -> list[Task]:
