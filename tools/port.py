@@ -324,10 +324,13 @@ class _Run:
         """Get the commits of another port."""
         if like is None:
             return
-        state = load_state(self.layout, find_port(self.layout, like).version)
-        if state is None or state.state != "done":
+        pin = find_port(self.layout, like)
+        state = load_state(self.layout, like)
+        digest = self.series.digest(pin.tree)
+        if state is None or state.state != "done" or state.digest != digest:
             raise WorkshopError(
-                f"The port to {like} is not finished.", todo=f"make port BASE={like}"
+                f"The port to {like} is not finished, or not of the present series.",
+                todo=f"make port BASE={like}",
             )
         Git(self.tree)(
             "fetch",

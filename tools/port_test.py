@@ -179,9 +179,13 @@ def _install_unmet(layout: Layout, tree: Path, venv: Path) -> None:
         return
     log = layout.reports / "port-pip.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    # What .venv has stays visible and is not installed again.
+    keep = venv.parent / "constraints.txt"
+    keep.write_text(f"torch=={version_of(layout.venv, 'torch')}\n", encoding="utf-8")
     command = [str(venv_python(layout.venv)), "-m", "pip", "--python"]
     command += [str(venv_python(venv)), "--disable-pip-version-check", "--no-input"]
-    command += ["install", "--no-compile", "--no-deps", "--prefer-binary", *lines]
+    command += ["install", "--no-compile", "--prefer-binary"]
+    command += [f"--constraint={keep}", *lines]
     with step(f"Installing {', '.join(lines)}"), log.open("wb") as output:
         done = subprocess.run(
             command,
