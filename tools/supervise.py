@@ -43,6 +43,8 @@ def supervise(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     grace: float = GRACE_S,
+    show: bool = True,
+    stop: threading.Event | None = None,
 ) -> Outcome:
     """Run a command in a session of its own; show its output and keep it in `log`.
 
@@ -52,6 +54,8 @@ def supervise(
     Args:
         timeout: Seconds that it may take.
         grace: Seconds that it has to end by itself, interrupted, when time is up.
+        show: Whether its output is shown as it comes.
+        stop: Set to end it before that, as when time is up.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -72,16 +76,16 @@ def supervise(
                 f"{command[0]} cannot be run.", str(error), "Run `make build` first."
             ) from None
         reader = threading.Thread(
-            target=_copy, args=(process.stdout, copy), daemon=True
+            target=_copy, args=(process.stdout, copy, show), daemon=True
         )
         reader.start()
         timed_out = False
         try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            _say(copy, f"Still running after {timeout:.0f} s: ended.")
-            _interrupt(process, grace)
+            if not _wait(process, start + timeout, stop):
+                timed_out = stop is None or not stop.is_set()
+                if timed_out:
+                    _say(copy, f"Still running after {timeout:.0f} s: ended.", show)
+                _interrupt(process, grace)
         except BaseException:
             _interrupt(process, grace)
             raise
@@ -126,6 +130,21 @@ def session_members(session: int) -> Iterator[int]:
     return (each.pid for each in alive() if each.session == session)
 
 
+def _wait(
+    process: subprocess.Popen[bytes], deadline: float, stop: threading.Event | None
+) -> bool:
+    """Whether the process ended by itself, before the deadline and `stop`."""
+    while (left := deadline - time.monotonic()) > 0:
+        if stop is not None and stop.is_set():
+            return False
+        try:
+            process.wait(left if stop is None else min(left, 0.5))
+            return True
+        except subprocess.TimeoutExpired:
+            pass
+    return process.poll() is not None
+
+
 def _interrupt(process: subprocess.Popen[bytes], grace: float) -> None:
     try:
         os.killpg(process.pid, signal.SIGINT)
@@ -134,16 +153,16 @@ def _interrupt(process: subprocess.Popen[bytes], grace: float) -> None:
         pass
 
 
-def _copy(source: IO[bytes], copy: IO[bytes]) -> None:
+def _copy(source: IO[bytes], copy: IO[bytes], show: bool) -> None:
     """Pass on what comes from a pipe, as soon as it comes."""
-    shown = sys.stdout.buffer
+    targets = [sys.stdout.buffer, copy] if show else [copy]
     while chunk := os.read(source.fileno(), 65536):
-        shown.write(chunk)
-        shown.flush()
-        copy.write(chunk)
-        copy.flush()
+        for target in targets:
+            target.write(chunk)
+            target.flush()
 
 
-def _say(copy: IO[bytes], message: str) -> None:
-    print(message, flush=True)
+def _say(copy: IO[bytes], message: str, show: bool) -> None:
+    if show:
+        print(message, flush=True)
     copy.write(message.encode() + b"\n")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,17 +69,20 @@ class Stage:
     Attributes:
         built: Whether it needs the built environment.
         tasks: Gives its commands, when it is its turn.
+        parallel: Whether they run side by side, one a core: each must be content
+            with one. Their output is shown only where they fail.
     """
 
     name: str
     title: str
     tasks: Callable[[Layout], list[Task]]
     built: bool = False
+    parallel: bool = False
 
 
 @dataclass
 class Result:
-    """What became of a stage."""
+    """What became of a stage, or of one of its tasks."""
 
     stage: str
     seconds: float = 0
@@ -185,7 +190,7 @@ def upstream_task(
     return Task(
         f"{kind}-{patch.slug}",
         (*command, *tests),
-        900,
+        1500,
         tree,
         clean_environ() | _UPSTREAM_ENV | patch.meta.test_env | {"PYTHONPATH": path},
         pytest=True,
@@ -240,8 +245,8 @@ STAGES = (
     Stage("tools", "Tests of the workshop", tool_tasks),
     Stage("check", "Lint of the series", check_tasks),
     Stage("build", "The patched and the unpatched environment", build_tasks, True),
-    Stage("upstream", "vLLM's tests that the patches name", upstream_tasks, True),
-    Stage("each", "Each patch alone on its dependencies", each_tasks, True),
+    Stage("upstream", "vLLM's tests that the patches name", upstream_tasks, True, True),
+    Stage("each", "Each patch alone on its dependencies", each_tasks, True, True),
     Stage("e2e", "The patched vLLM against the unpatched", e2e_tasks, True),
 )
 
@@ -285,11 +290,15 @@ def run_stages(
 
 
 def run_stage(layout: Layout, stage: Stage, keyword: str | None = None) -> Result:
-    result = Result(stage.name)
     start = time.monotonic()
+    run = _run_side_by_side if stage.parallel else _run_in_turn
+    result = Result(stage.name)
     try:
-        for task in stage.tasks(layout):
-            _run_task(layout, task, keyword, result)
+        for part in run(layout, stage.tasks(layout), keyword):
+            result.passed += part.passed
+            result.failed += part.failed
+            result.skipped += part.skipped
+            result.problems += part.problems
     except WorkshopError as error:
         say(str(error))
         result.problems.append(error.what)
@@ -297,7 +306,48 @@ def run_stage(layout: Layout, stage: Stage, keyword: str | None = None) -> Resul
     return result
 
 
-def _run_task(layout: Layout, task: Task, keyword: str | None, result: Result) -> None:
+def _run_in_turn(
+    layout: Layout, tasks: Sequence[Task], keyword: str | None
+) -> Iterator[Result]:
+    for task in tasks:
+        say(f"    {task.name}: {_shown(layout, task.command)}")
+        yield _run_task(layout, task, keyword)
+
+
+def _run_side_by_side(
+    layout: Layout, tasks: Sequence[Task], keyword: str | None
+) -> Iterator[Result]:
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        running = [
+            pool.submit(_run_task, layout, task, keyword, show=False, stop=stop)
+            for task in tasks
+        ]
+        try:
+            for number, future in enumerate(as_completed(running), 1):
+                part = future.result()
+                done = f"[{number}/{len(tasks)}] {part.stage}"
+                if part.ok:
+                    say(f"    {done}: {part.passed} passed, {_time(part)}")
+                else:
+                    log = layout.reports / f"{part.stage}.log"
+                    say(log.read_text("utf-8", errors="replace"))
+                    say(f"    {done}: FAILED, {part.problems[0]}")
+                yield part
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _run_task(
+    layout: Layout,
+    task: Task,
+    keyword: str | None,
+    show: bool = True,
+    stop: threading.Event | None = None,
+) -> Result:
+    result = Result(task.name)
     log = layout.reports / f"{task.name}.log"
     report = layout.reports / f"{task.name}.xml"
     for old in (log, report):
@@ -308,14 +358,19 @@ def _run_task(layout: Layout, task: Task, keyword: str | None, result: Result) -
         if keyword:
             command += ("-k", keyword)
     task.prepare()
-    say(f"    {task.name}: {' '.join(_shown(layout, command))}")
-    outcome = supervise(command, log, task.timeout, task.cwd, task.env)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"{_shown(layout, command)}\n")
+    outcome = supervise(
+        command, log, task.timeout, task.cwd, task.env, show=show, stop=stop
+    )
+    result.seconds = outcome.seconds
     _count(report, result)
     problem = _problem(task, outcome, bool(keyword))
     if problem:
         result.problems.append(f"{task.name}: {problem}; {layout.relative(log)}")
     else:
         task.cleanup()
+    return result
 
 
 def _problem(task: Task, outcome: Outcome, filtered: bool) -> str:
@@ -341,9 +396,11 @@ def _count(report: Path, result: Result) -> None:
         result.passed += total - failures - errors - skipped
 
 
-def _shown(layout: Layout, command: Sequence[str]) -> Iterator[str]:
-    for word in command:
-        yield layout.relative(Path(word)) if word.startswith("/") else word
+def _shown(layout: Layout, command: Sequence[str]) -> str:
+    return " ".join(
+        layout.relative(Path(word)) if word.startswith("/") else word
+        for word in command
+    )
 
 
 def _time(result: Result) -> str:

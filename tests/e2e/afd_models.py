@@ -36,11 +36,13 @@ class AFDModel:
         architecture: As in vLLM's registry and transformers.
         gate_on_ffn: Whether the FFN role runs the gate by default.
         mla: Whether it attends with MLA: its logprobs under DBO differ a little more.
+        dtype: What it is run in. Sinks of attention are bfloat16 on a CPU.
     """
 
     architecture: str
     gate_on_ffn: bool = False
     mla: bool = False
+    dtype: str = "float32"
 
     @property
     def gate_placements(self) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ AFD_MODELS = (
     AFDModel("OlmoeForCausalLM"),
     AFDModel("GraniteMoeForCausalLM"),
     AFDModel("GraniteMoeSharedForCausalLM"),
-    AFDModel("GptOssForCausalLM"),
+    AFDModel("GptOssForCausalLM", dtype="bfloat16"),
     AFDModel("Ernie4_5_MoeForCausalLM"),
     AFDModel("AfmoeForCausalLM"),
     AFDModel("Cohere2MoeForCausalLM"),

@@ -106,18 +106,26 @@ class Model:
             nor chunked prefill.
         pairwise: Whether every two settings are tested together, not just two
             engines.
+        dtype: What it is run in.
     """
 
     name: str
     gates: tuple[str, ...]
     mla: bool
-    pairwise: bool
+    pairwise: bool = False
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         return self.name.removesuffix("ForCausalLM")
 
     @property
     def variants(self) -> list[Variant]:
+        if self.dtype == "bfloat16":
+            # Halves of a batch are rounded otherwise than the whole: without DBO.
+            return [
+                Variant("dynamo", False, True, False, self.gates[0]),
+                Variant("eager", False, False, True, self.gates[-1]),
+            ]
         if self.pairwise or FULL:
             return list(every_pair(self.gates, self.mla))
         cached = not self.mla
@@ -189,7 +197,7 @@ MODELS += [
         model.architecture,
         model.gate_placements,
         mla=model.mla,
-        pairwise=model.architecture == "DeepseekV3ForCausalLM",
+        dtype=model.dtype,
     )
     for model in AFD_MODELS
     if FULL or model.architecture in _ALWAYS
@@ -277,7 +285,8 @@ class Program:
             self.add(
                 f"{model} monolithic",
                 folder,
-                Variant("eager", False, False, False, "").options,
+                Variant("eager", False, False, False, "").options
+                | {"dtype": model.dtype},
                 runs={name: WORKLOADS[name].spec(dbo=False) for name in BROAD},
             )
         for gate, port in zip(model.gates, free_ports(len(model.gates)), strict=True):
@@ -286,7 +295,7 @@ class Program:
             self.ffns[ffn] = {
                 "model": str(folder),
                 "options": ENGINE_OPTIONS
-                | {"enforce_eager": True}
+                | {"enforce_eager": True, "dtype": model.dtype}
                 | afd_config("ffn", gate, port, outside),
             }
             for variant in model.variants:
@@ -294,7 +303,9 @@ class Program:
                     self.add(
                         f"{model} {variant}",
                         folder,
-                        variant.options | afd_config("attention", gate, port, outside),
+                        variant.options
+                        | {"dtype": model.dtype}
+                        | afd_config("attention", gate, port, outside),
                         ffn=ffn,
                         runs=runs(model, variant),
                     )
@@ -400,7 +411,8 @@ class Pairs:
             program.add(
                 str(model),
                 model.folder(self.layout, sides.patched(self.layout)),
-                Variant("eager", False, False, True, "").options,
+                Variant("eager", False, False, True, "").options
+                | {"dtype": model.dtype},
                 runs={name: WORKLOADS[name].spec(dbo=False) for name in BROAD},
             )
         return self._run(program)

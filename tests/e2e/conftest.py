@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +10,6 @@ from pairs import pair  # noqa: F401  A fixture.
 from tools.layout import Layout
 
 HERE = Path(__file__).resolve().parent
-
-# AFD compared with one engine. Not yet run to the end, so `make test` does not count
-# on it: `E2E_AFD=1 make test`.
-_AFD = ("test_afd_engine.py", "test_afd_http.py")
-collect_ignore = [] if os.environ.get("E2E_AFD") else list(_AFD)
 
 
 def pytest_configure(config: pytest.Config) -> None:

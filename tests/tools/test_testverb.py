@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -144,6 +145,55 @@ def test_counts_come_from_pytest(layout: Layout) -> None:
     assert run_stage(layout, made, "nothing").ok
     tests.write_text("")
     assert "found no test" in run_stage(layout, made).problems[0]
+
+
+def side_by_side(layout: Layout, *scripts: str) -> Stage:
+    tasks = stage("both", layout, *scripts).tasks(layout)
+    return Stage("both", "", lambda _: tasks, parallel=True)
+
+
+def test_tasks_side_by_side(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    # Each waits for the other's file: in turn neither would end.
+    wait = (
+        "import pathlib, time\n"
+        "pathlib.Path('at-{}').touch()\n"
+        "while not pathlib.Path('at-{}').exists(): time.sleep(0.01)\n"
+    )
+    result = run_stage(
+        layout, side_by_side(layout, wait.format(0, 1), wait.format(1, 0))
+    )
+    assert result.problems == []
+
+
+def test_what_fails_beside_others_is_shown(
+    layout: Layout, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = side_by_side(layout, "raise SystemExit('broken')", "print('all is well')")
+    result = run_stage(layout, made)
+    assert result.problems == ["both-0: exit status 1; build/reports/both-0.log"]
+    shown = "".join(capfd.readouterr())
+    assert "broken" in shown
+    assert "all is well" not in shown
+    assert "all is well" in (layout.reports / "both-1.log").read_text()
+
+
+def test_an_interrupt_ends_what_runs_side_by_side(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(verb, "as_completed", interrupt)
+    start = time.monotonic()
+    slow = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(layout, side_by_side(layout, slow, slow, slow))
+    assert time.monotonic() - start < 20
+    for log in layout.reports.glob("both-*.log"):
+        for pid in re.findall(r"^\d+$", log.read_text(), re.M):
+            assert not list(session_members(int(pid)))
 
 
 def test_a_hung_process_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
