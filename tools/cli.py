@@ -27,6 +27,7 @@ VERBS = {
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",
     "port": "Put the series on another release of vLLM.",
     "port-test": "Test the series on another release, as far as this machine can.",
+    "each": "Try each patch alone on what it depends on, and each prefix.",
     "test": "Run lint, tool tests, check, upstream tests and end-to-end tests.",
     "bench": "Measure side by side in one run; results go to bench/results.",
 }

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,13 +17,13 @@ import click
 
 from tools.env import clean_environ
 from tools.errors import WorkshopError
-from tools.git import scratch
 from tools.layout import Layout, venv_python
-from tools.pin import load_pin
-from tools.series import Patch, assemble, load_series
-from tools.state import base_commit
+from tools.series import Patch, load_series
 from tools.supervise import Outcome, supervise
 from tools.ui import say
+
+# The first run takes hours; what has been tried is remembered.
+_EACH_S = 6 * 3600
 
 # Exit status of pytest when it found no test, which `-k` may cause.
 _NO_TESTS = 5
@@ -149,19 +148,10 @@ def upstream_tasks(layout: Layout) -> list[Task]:
 
 
 def each_tasks(layout: Layout) -> list[Task]:
-    """Each patch's tests on the base and what it says it depends on, alone."""
-    return [
-        upstream_task(
-            layout,
-            patch,
-            "each",
-            tree := layout.build / "each" / patch.slug,
-            patch.meta.tests,
-            prepare=partial(materialise, layout, patch.slug, tree),
-            cleanup=partial(shutil.rmtree, tree, ignore_errors=True),
-        )
-        for patch in load_series(layout).patches
-    ]
+    """Each patch alone, and each prefix of the series: `tools.each`."""
+    command = (sys.executable, "-m", "tools", "--root", str(layout.root), "each")
+    here = Path(__file__).resolve().parent.parent
+    return [Task("each", command, _EACH_S, here, clean_environ())]
 
 
 def upstream_task(
@@ -197,31 +187,6 @@ def upstream_task(
         prepare=prepare,
         cleanup=cleanup,
     )
-
-
-def materialise(layout: Layout, slug: str, tree: Path) -> None:
-    """Write the base with `slug`, its `depends_on` and its `test_depends_on`.
-
-    Compiled files are shared with `build/vllm`. The series' own tree, index and
-    refs are left alone.
-    """
-    package = layout.tree / "vllm"
-    if not (package / "_version.py").is_file():
-        raise WorkshopError(
-            f"{layout.relative(package / '_version.py')} is missing.",
-            f"Nothing has been built in {layout.relative(layout.tree)}.",
-            "Run `make build` first.",
-        )
-    patches = load_series(layout).closure(slug, tests=True)
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
-    with scratch(layout.tree) as git:
-        base = base_commit(load_pin(layout.pin))
-        commits = assemble(git, base, patches, layout.overlay)
-        # The tip: what only the tests need may come after the slug.
-        git("read-tree", list(commits.values())[-1])
-        git("checkout-index", "--all", env={"GIT_WORK_TREE": str(tree)})
-    link_compiled(package, tree / "vllm")
 
 
 def link_compiled(package: Path, target: Path) -> None:
