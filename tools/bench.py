@@ -12,8 +12,13 @@ from tools.errors import WorkshopError
 from tools.layout import Layout
 from tools.supervise import supervise
 
-BENCHMARKS = {"dbo-off": "dbo_off.py", "handoff": "handoff.py"}
-_TIMEOUT_S = 1200
+BENCHMARKS = {
+    "dbo-off": "dbo_off.py",
+    "handoff": "handoff.py",
+    "exchange": "exchange.py",
+    "overlap": "overlap.py",
+}
+_TIMEOUT_S = 2400
 
 
 @click.command()
@@ -28,10 +33,12 @@ def command(layout: Layout, only: tuple[str, ...]) -> None:
     """Measure side by side in one run, and keep ratios.
 
     \b
-    dbo-off  the patched vLLM with DBO off against the unpatched
-    handoff  a handoff between two ubatches; a split step against a whole one
+    dbo-off   the patched vLLM with DBO off against the unpatched
+    handoff   a handoff between two ubatches; a split step against a whole one
+    exchange  round trips of AFD's connectors against a bare socket
+    overlap   AFD in two stages against one stage, one engine and the ideal
 
-    Takes some minutes; leave the machine alone meanwhile. Results go to
+    Takes some minutes each; leave the machine alone meanwhile. Results go to
     bench/results, logs to build/reports.
     """
     build(layout)

@@ -676,8 +676,10 @@ def test_attention_needs_triton(make_config, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", False)
     with pytest.raises(ValueError, match="On CPU, set TRITON_INTERPRET=1"):
         make_config(**ATTENTION)
-    # The FFN role has a runner of its own.
-    assert make_config(**FFN).afd_config.is_ffn
+    # The FFN role has a runner of its own, whatever is asked for.
+    for runner in ("0", "1"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        assert not make_config(**FFN).use_v2_model_runner
 
 
 def test_a_config_without_a_model(make_config):

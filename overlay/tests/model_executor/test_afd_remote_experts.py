@@ -36,26 +36,35 @@ def config_of(role: str) -> VllmConfig:
     return vllm_config
 
 
-@pytest.fixture(autouse=True)
-def no_exchange():
-    yield
-    afd.set_afd_exchange(None)
+def bare_layer(name: str) -> AFDRemoteMoERunner:
+    """A layer without a model around it."""
+    layer = AFDRemoteMoERunner.__new__(AFDRemoteMoERunner)
+    torch.nn.Module.__init__(layer)
+    layer.layer_name = name
+    layer.afd_layer_index = 3
+    layer.afd_gate_on_ffn = True
+    return layer
 
 
-def test_a_layer_without_a_peer_is_an_error():
+def test_each_instance_of_a_process_has_an_exchange_of_its_own():
+    configs, layers = [], []
+    for i in range(2):
+        config = config_of("attention")
+        layers.append(bare_layer(f"layers.{i}"))
+        config.compilation_config.static_forward_context["layer"] = layers[i]
+        config.compilation_config.static_all_moe_layers = ["layer"]
+        configs.append(config)
+    x = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match="layers.0 .*no FFN role is connected"):
+        layers[0]._forward_impl(x, x, None)
+
+    for config, factor in zip(configs, (10, 20)):
+        afd.set_afd_exchange(config, lambda i, x, logits, f=factor: x * f + i)
+    assert layers[0]._forward_impl(x, x, None).eq(13).all()
+    afd.set_afd_exchange(configs[0], None)
+    assert layers[1]._forward_impl(x, x, None).eq(23).all()
     with pytest.raises(RuntimeError, match="no FFN role is connected"):
-        afd.get_afd_exchange()
-
-
-def test_the_installed_exchange_is_used_until_it_is_removed():
-    def exchange(layer: int, hidden_states: torch.Tensor, logits: Any) -> torch.Tensor:
-        return hidden_states + layer
-
-    afd.set_afd_exchange(exchange)
-    assert afd.get_afd_exchange() is exchange
-    afd.set_afd_exchange(None)
-    with pytest.raises(RuntimeError):
-        afd.get_afd_exchange()
+        layers[0]._forward_impl(x, x, None)
 
 
 @pytest.mark.parametrize("runner_cls", [None, MoERunner])

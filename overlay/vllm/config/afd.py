@@ -74,7 +74,9 @@ class AFDConfig:
 
     step_timeout_s: float = Field(default=300, gt=0, le=1e9, allow_inf_nan=False)
     """Seconds without progress within a step after which it fails, though the other
-    role shows signs of life. Long prefills and compilation are legitimate."""
+    role shows signs of life. Long prefills are legitimate. In the dummy runs of the
+start, in which attention may compile, FFN waits for connect_timeout_s if that is
+longer."""
 
     afd_connector_extra_config: dict[str, Any] = Field(default_factory=dict)
     """Any extra config that the connector may need."""

@@ -11,7 +11,6 @@ compute. No model file knows about it. `model_loader/afd.py` builds the two halv
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from vllm.distributed.afd_transfer.messages import AFDLayerInfo
 from vllm.forward_context import get_forward_context
 from vllm.transformers_utils.repo_utils import hf_api
 
@@ -28,51 +28,6 @@ if TYPE_CHECKING:
 
 # (index of the MoE layer, hidden states, router logits or None) -> layer's output
 AFDExchange = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-_exchange: AFDExchange | None = None
-
-
-def set_afd_exchange(exchange: AFDExchange | None) -> None:
-    """Install what the attention role's MoE layers call.
-
-    Args:
-        exchange: Takes the index of the layer among the model's MoE layers, hidden
-            states `[rows, hidden_size]` and router logits `[rows, logits_size]` or
-            None where the gate runs on the FFN role. Returns the layer's output
-            `[rows, hidden_size]` in memory of its own. None uninstalls.
-    """
-    global _exchange
-    _exchange = exchange
-
-
-def get_afd_exchange() -> AFDExchange:
-    """The installed exchange.
-
-    Raises:
-        RuntimeError: None is installed.
-    """
-    if _exchange is None:
-        raise RuntimeError(
-            "A MoE layer of the AFD attention role ran while no FFN role is connected."
-        )
-    return _exchange
-
-
-@dataclass(frozen=True)
-class AFDMoELayer:
-    """One MoE layer as both roles describe it.
-
-    Attributes:
-        name: The layer's name in the model.
-        gate_on_ffn: Whether the FFN role computes the router logits.
-        logits_size: Router logits of a row that travel; 0 where `gate_on_ffn`.
-        logits_dtype: Their data type, as in `torch.<name>`.
-    """
-
-    name: str
-    gate_on_ffn: bool
-    logits_size: int
-    logits_dtype: str
 
 
 def refuse(vllm_config: "VllmConfig", reason: str) -> NoReturn:
@@ -152,7 +107,7 @@ def check_moe_layer(
 
 def describe_moe_layer(
     runner: "MoERunner", gate_on_ffn: bool, block: nn.Module
-) -> AFDMoELayer:
+) -> AFDLayerInfo:
     """Describe a layer before anything of `block`, which holds it, is pruned."""
     config = runner.moe_config
     size = config.num_logical_experts
@@ -164,7 +119,7 @@ def describe_moe_layer(
             weight = getattr(module, "weight", None)
             if weight is not None and weight.shape == shape:
                 dtype = getattr(module, "out_dtype", None) or weight.dtype
-    return AFDMoELayer(
+    return AFDLayerInfo(
         name=runner.layer_name,
         gate_on_ffn=gate_on_ffn,
         logits_size=0 if gate_on_ffn else size,
@@ -174,27 +129,31 @@ def describe_moe_layer(
 
 def describe_moe_layers(
     vllm_config: "VllmConfig", model: nn.Module
-) -> list[AFDMoELayer]:
+) -> list[AFDLayerInfo]:
     """The model's MoE layers in the order in which they run.
 
     Both roles of a model describe the same layers.
     """
-    layers: dict[str, AFDMoELayer] = model.afd_layers
+    layers: dict[str, AFDLayerInfo] | None = getattr(model, "afd_layers", None)
+    if layers is None:
+        refuse(vllm_config, "its class does not take a vllm_config and a prefix")
     return [
         layers[name] for name in vllm_config.compilation_config.static_all_moe_layers
     ]
 
 
 # Says where and by whom a checkpoint was saved, not what it holds.
-_UNHASHED_KEYS = ("_name_or_path", "transformers_version", "_commit_hash")
+_UNSHARED_KEYS = ("_name_or_path", "transformers_version", "_commit_hash")
+# Of what is longer, a digest has to do.
+_MAX_FACT_LENGTH = 80
 
 
-def model_hash(vllm_config: "VllmConfig") -> str:
-    """Hash of what both roles must agree on about the model.
+def model_facts(vllm_config: "VllmConfig") -> dict[str, str]:
+    """What both roles must agree on about the model, by name.
 
-    Covers the model's config without paths and versions, data type and quantization
-    and, where the checkpoint is on this host as safetensors, the names, types and
-    shapes of its weights.
+    Covers the model's config without paths and versions, quantization and, where the
+    checkpoint is on this host as safetensors, the names, types and shapes of its
+    weights.
     """
     model_config = vllm_config.model_config
 
@@ -203,22 +162,29 @@ def model_hash(vllm_config: "VllmConfig") -> str:
             return {
                 k: without_origin(v)
                 for k, v in value.items()
-                if k not in _UNHASHED_KEYS
+                if k not in _UNSHARED_KEYS
             }
         if isinstance(value, (list, tuple)):
             return [without_origin(item) for item in value]
         return value
 
+    def fact(value: Any) -> str:
+        text = json.dumps(value, sort_keys=True, default=str)
+        if isinstance(value, str):
+            text = value
+        if len(text) > _MAX_FACT_LENGTH:
+            text = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return text
+
     facts = {
-        "config": without_origin(model_config.hf_config.to_dict()),
         "architecture": model_config.architecture,
-        "dtype": str(model_config.dtype),
         "quantization": model_config.quantization,
-        "dummy": vllm_config.load_config.load_format == "dummy",
+        "load_format is dummy": vllm_config.load_config.load_format == "dummy",
         "weights": _checkpoint_weights(vllm_config),
     }
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    config = without_origin(model_config.hf_config.to_dict())
+    facts |= {f"config.{key}": value for key, value in config.items()}
+    return {name: fact(value) for name, value in facts.items()}
 
 
 def _checkpoint_weights(vllm_config: "VllmConfig") -> dict[str, Any] | None:
@@ -252,12 +218,26 @@ def _checkpoint_weights(vllm_config: "VllmConfig") -> dict[str, Any] | None:
     return weights or None
 
 
-def ffn_runners(vllm_config: "VllmConfig") -> list["MoERunner"]:
-    """The FFN role's MoE layers, in the order of `describe_moe_layers`."""
+def moe_runners(vllm_config: "VllmConfig") -> list["MoERunner"]:
+    """This role's MoE layers, in the order of `describe_moe_layers`."""
     config = vllm_config.compilation_config
     return [
         config.static_forward_context[name] for name in config.static_all_moe_layers
     ]
+
+
+def set_afd_exchange(vllm_config: "VllmConfig", exchange: AFDExchange | None) -> None:
+    """Install what the MoE layers of this attention role call.
+
+    Args:
+        vllm_config: The config with which the model was built.
+        exchange: Takes the index of the layer among the model's MoE layers, hidden
+            states `[rows, hidden_size]` and router logits `[rows, logits_size]` or
+            None where the gate runs on the FFN role. Returns the layer's output
+            `[rows, hidden_size]` in memory of its own. None uninstalls.
+    """
+    for runner in moe_runners(vllm_config):
+        runner.afd_exchange = exchange
 
 
 def run_ffn_layer(
@@ -268,7 +248,7 @@ def run_ffn_layer(
     """Run one MoE layer on the FFN role, within a forward context.
 
     Args:
-        runner: One of `ffn_runners`.
+        runner: One of `moe_runners`.
         hidden_states: `[rows, hidden_size]`; its content may change.
         router_logits: `[rows, logits_size]`, None where the gate runs here.
 

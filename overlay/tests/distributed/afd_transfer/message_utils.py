@@ -30,7 +30,7 @@ def hello(role: str, /, **kwargs: Any) -> AFDHello:
         rank=0,
         num_attention_ranks=1,
         num_ffn_ranks=1,
-        model_hash="cafe",
+        model={"architecture": "Moe", "weights": "cafe"},
         dtype="bfloat16",
         hidden_size=64,
         layers=[

@@ -25,7 +25,7 @@ class _Connector(AFDConnectorBase):
 
     def post_recv(self, transfer): ...
 
-    def recv(self, transfer): ...
+    def recv(self, transfer, may_compile=False): ...
 
     def send(self, transfer, output): ...
 
@@ -86,6 +86,18 @@ def test_the_first_error_ends_the_session():
         with pytest.raises(AFDPeerError) as raised:
             connector.check()
         assert raised.value is first
+
+
+@pytest.mark.parametrize(
+    ("connect_timeout_s", "limit"),
+    [(90, (90, "connect_timeout_s=90")), (20, (30, "step_timeout_s=30"))],
+)
+def test_a_peer_that_may_compile_gets_more_time(connect_timeout_s, limit):
+    config = make_config(step_timeout_s=30)
+    config.afd_config.connect_timeout_s = connect_timeout_s
+    connector = _Connector(config, "ffn", LAYOUT, FFN_PEER)
+    assert connector.recv_limit(may_compile=False) == (30, "step_timeout_s=30")
+    assert connector.recv_limit(may_compile=True) == limit
 
 
 def test_a_config_is_needed():

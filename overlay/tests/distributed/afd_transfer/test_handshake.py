@@ -19,7 +19,7 @@ from vllm.distributed.afd_transfer.handshake import (
     ffn_rank_of,
     get_secret,
     make_hello,
-    refuse,
+    send_refusal,
 )
 from vllm.distributed.afd_transfer.messages import (
     AFD_PROTOCOL_VERSION,
@@ -62,7 +62,16 @@ MISMATCHES = [
     ),
     ("num_ffn_ranks", 2, "num_ffn_ranks: attention has 1, ffn has 2"),
     ("rank", 1, "rank: attention has 0, ffn has 1"),
-    ("model_hash", "f00d", "model_hash: attention has 'cafe', ffn has 'f00d'"),
+    (
+        "model",
+        {"architecture": "Moe", "weights": "f00d"},
+        "model weights: attention has 'cafe', ffn has 'f00d'",
+    ),
+    (
+        "model",
+        {"architecture": "Moe", "weights": "cafe", "config.top_k": "2"},
+        "model config.top_k: attention has None, ffn has '2'",
+    ),
     ("dtype", "float32", "dtype: attention has 'bfloat16', ffn has 'float32'"),
     ("hidden_size", 65, "hidden_size: attention has 64, ffn has 65"),
     (
@@ -123,13 +132,24 @@ def test_mismatch_has_the_same_text_on_both_sides(field, value, text):
     assert compare_hellos(ffn, attention) == [text]
 
 
+def test_quite_another_model_is_described_shortly():
+    model = {f"config.{name}": name for name in "abcdefghijkl"}
+    attention = hello("attention", model=model)
+    ffn = hello("ffn", model=dict.fromkeys(model, "other"))
+    mismatches = compare_hellos(attention, ffn)
+    assert mismatches == compare_hellos(ffn, attention)
+    assert mismatches[0] == "model config.a: attention has 'a', ffn has 'other'"
+    assert mismatches[8:] == ["4 more facts of the model"]
+
+
 def test_all_mismatches_are_named_at_once():
     attention = hello("attention")
-    ffn = hello("ffn", dtype="float32", hidden_size=1, layers=LAYERS[1:], model_hash="")
+    ffn = hello("ffn", dtype="float32", hidden_size=1, layers=LAYERS[1:], model={})
     mismatches = compare_hellos(attention, ffn)
     fields = [mismatch.split(":")[0] for mismatch in mismatches]
     # Of the layers, the first that differs, in all that differs.
-    assert fields == ["model_hash", "dtype", "hidden_size", "number of layers"] + [
+    names = ["dtype", "hidden_size", "model architecture", "model weights"]
+    assert fields == names + ["number of layers"] + [
         f"layers[0].{field}" for field in AFDLayerInfo.__struct_fields__
     ]
 
@@ -186,14 +206,16 @@ def vllm_config(role: str, num_ubatches: int = 1, **extra) -> SimpleNamespace:
 def test_hello_of_a_config(num_ubatches):
     # Any value goes to the connector, and each host may need its own.
     config = vllm_config("attention", num_ubatches, interface=object(), b={1, 2})
-    attention = make_hello(config, 0, "cafe", LAYERS)
+    attention = make_hello(config, 0, {"weights": "cafe"}, LAYERS)
     assert attention.role == "attention"
     assert attention.num_ubatches == num_ubatches
     assert attention.dtype == "bfloat16"
     assert attention.hidden_size == 2048
     assert attention.max_num_batched_tokens == 4096
     # FFN needs no DBO flags to serve two stages.
-    ffn = make_hello(vllm_config("ffn", interface="eth1"), 0, "cafe", LAYERS)
+    ffn = make_hello(
+        vllm_config("ffn", interface="eth1"), 0, {"weights": "cafe"}, LAYERS
+    )
     assert compare_hellos(attention, ffn) == []
 
 
@@ -201,7 +223,7 @@ def test_hello_needs_afd():
     config = vllm_config("ffn")
     config.afd_config = None
     with pytest.raises(ValueError, match="--afd-config"):
-        make_hello(config, 0, "cafe", [])
+        make_hello(config, 0, {}, [])
 
 
 def deadline() -> float:
@@ -473,12 +495,12 @@ def test_each_wait_ends_at_the_deadline():
 
 def test_refusal_is_cleaned_and_best_effort():
     with channel_pair() as (left, right):
-        refuse(left, "no\x1b[2J\nfaked line" + "x" * 5000)
+        send_refusal(left, "no\x1b[2J\nfaked line" + "x" * 5000)
         with pytest.raises(AFDHandshakeError, match="it refused: no") as error:
             expect(right, AFDHello, deadline())
         assert str(error.value).isprintable()
         left.close()
-        refuse(left, "nobody hears this")
+        send_refusal(left, "nobody hears this")
 
 
 def test_empty_secret_is_an_error(monkeypatch):

@@ -239,9 +239,12 @@ def test_the_timeout_says_who_was_refused():
             pair.connect(dtype="float32").result(TIMEOUT_S)
         with pytest.raises(
             AFDHandshakeError,
-            match="The last one refused: 127.0.0.1:.* dtype: attention",
+            match="the last was 127.0.0.1:.* dtype: attention",
         ):
             ffn.result(TIMEOUT_S)
+        # It is of no interest to those who wait later.
+        with pytest.raises(AFDHandshakeError, match=r"within 0.2 s\.$"):
+            pair.accept(timeout_s=0.2).result(TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -321,7 +324,7 @@ def test_an_empty_secret_is_refused_at_start(monkeypatch):
 def test_a_hello_that_no_peer_would_take_is_refused_at_home():
     with make_pair() as pair:
         with pytest.raises(ValueError, match="cannot describe .* of length <= 256"):
-            pair.accept(model_hash="x" * 257).result(TIMEOUT_S)
+            pair.accept(model={"a": "x" * 257}).result(TIMEOUT_S)
         with pytest.raises(ValueError, match="cannot describe this server"):
             pair.connect(layers=hello("ffn").layers * 3000).result(TIMEOUT_S)
 
@@ -652,12 +655,21 @@ def test_close_ends_accept_and_handshakes():
         assert pair.listener.accept(hello("ffn"), 1) is None
 
 
+def test_closed_before_it_listens():
+    with make_pair() as pair:
+        pair.listener.close()
+        assert pair.listener.accept(hello("ffn")) is None
+        pair.listener.listen()
+        assert "afd-listener" not in names()
+
+
 @pytest.mark.parametrize("what", ["a flood", "close"])
 @repeat(10)
 def test_a_new_session_is_no_handshake_any_more(what, monkeypatch):
     with make_pair() as pair:
         listener = pair.listener
         agree = listener._agree
+        slept = threading.Event()
         monkeypatch.setattr(listener, "_MAX_HANDSHAKES", 1)
 
         def agree_and_be_slow(channel, *args):
@@ -673,10 +685,12 @@ def test_a_new_session_is_no_handshake_any_more(what, monkeypatch):
                         ),
                         "the next handshake",
                     )
+                slept.set()
             return session
 
         monkeypatch.setattr(listener, "_agree", agree_and_be_slow)
         ffn, attention = pair.accept(), pair.connect()
+        assert slept.wait(TIMEOUT_S)
         pair.check_session(attention, ffn)
         wait_until(lambda: "afd-handshake" not in names() or what != "close", "its end")
         attention.result().send_step(step(1))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import random
+import select
 import signal
 import socket
 import struct
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -95,7 +97,8 @@ def test_all_layers_that_are_allowed_fit_into_a_hello():
     layer = {"name": "model.layers.100.block_sparse_moe.experts", "gate_on_ffn": False}
     layer |= {"logits_size": 256, "logits_dtype": "bfloat16"}
     layers = [messages.AFDLayerInfo(**layer)] * messages.MAX_LAYERS
-    message = hello("ffn", layers=layers)
+    facts = {f"config.{i:0249d}": "x" * 80 for i in range(messages.MAX_FACTS)}
+    message = hello("ffn", layers=layers, model=facts)
     assert decode(encode(message)[4:], AFDHello) == message
 
 
@@ -103,7 +106,7 @@ def test_what_the_peer_would_refuse_is_not_sent():
     with pytest.raises(ValueError, match="AFDBlob takes .* more than the 65792"):
         encode(AFDBlob(data=bytes(messages.MAX_BLOB_SIZE + 1000)))
     with pytest.raises(ValueError, match="AFDHello takes"):
-        encode(hello("ffn", model_hash="x" * 2**20))
+        encode(hello("ffn", model={"a": "x" * 2**20}))
 
 
 def test_a_type_keeps_its_size_where_a_larger_one_may_come():
@@ -380,6 +383,54 @@ def test_what_has_come_is_seen_though_the_time_is_over(channels):
     assert right.recv(AFDBye, timeout_s=-1) == AFDBye()
 
 
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
+    """Let the nth poll from now on see nothing for a while, as all of a host does
+    that is suspended."""
+    countdown, seconds = -1, 0.0
+    poll = select.poll
+
+    class StallingPoll:
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout: float) -> list:
+            nonlocal countdown
+            countdown -= 1
+            if countdown == 0:
+                time.sleep(seconds)
+                return []
+            return self._poll.poll(timeout)
+
+    monkeypatch.setattr(messages.select, "poll", StallingPoll)
+
+    def stall(nth: int, for_s: float) -> None:
+        nonlocal countdown, seconds
+        countdown, seconds = nth, for_s
+
+    return stall
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_host_that_was_suspended_gives_the_peer_more_time(channels, stall, nth):
+    left, right = channels
+    stall(nth, 1.5)
+    received = background(right.recv, AFDHeartbeat, timeout_s=1)
+    # The peer did not run either, and goes on a little later.
+    time.sleep(1.5 + (nth - 1) / 8 + 0.3)
+    left.send(AFDHeartbeat(), 1)
+    assert received.result(TIMEOUT_S) == AFDHeartbeat()
+
+
+def test_a_host_that_was_suspended_gives_up_at_last(channels, stall):
+    stall(2, 1.0)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        channels[0].recv(AFDHeartbeat, timeout_s=0.4)
+    assert 1.3 < time.monotonic() - start < TIMEOUT_S
+
+
 def test_messages_of_several_threads_do_not_mix(channels):
     left, right = channels
     left._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -428,7 +479,7 @@ def test_waiting_behind_a_blocked_sender_is_bounded(channels):
             left.send(AFDBlob(data=bytes(60000)), TIMEOUT_S)
 
     blocked = background(send_all)
-    with pytest.raises(TimeoutError, match="still being sent"):
+    with pytest.raises(TimeoutError, match="still being sent|timed out"):
         while True:
             left.send(AFDBye(), timeout_s=0.05)
     left.shutdown()

@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.afd import (
     describe_moe_layers,
-    ffn_runners,
+    moe_runners,
     run_ffn_layer,
     set_afd_exchange,
 )
@@ -54,10 +54,8 @@ def _attend(self, query, key, value, *args, **kwargs) -> torch.Tensor:
 
 @pytest.fixture
 def roles(dist_init, monkeypatch):
-    """Attention that needs no KV cache; nothing stays installed."""
+    """Attention that needs no KV cache."""
     monkeypatch.setattr(Attention, "forward", _attend)
-    yield
-    set_afd_exchange(None)
 
 
 @pytest.fixture(scope="session")
@@ -109,10 +107,10 @@ def load(folder: Path, role: str | None, **kwargs) -> Loaded:
     return Loaded(config, model, names)
 
 
-def connect(ffn: Loaded) -> list[int]:
-    """Let the attention role's exchanges run on `ffn`; returns the layers served."""
+def connect(ffn: Loaded, attention: Loaded) -> list[int]:
+    """Let the exchanges of `attention` run on `ffn`; returns the layers served."""
     layers = describe_moe_layers(ffn.config, ffn.model)
-    runners = ffn_runners(ffn.config)
+    runners = moe_runners(ffn.config)
     served: list[int] = []
 
     def exchange(layer, hidden_states, router_logits):
@@ -125,7 +123,7 @@ def connect(ffn: Loaded) -> list[int]:
         with set_forward_context(None, ffn.config, num_tokens=len(hidden_states)):
             return run_ffn_layer(runners[layer], hidden_states.clone(), router_logits)
 
-    set_afd_exchange(exchange)
+    set_afd_exchange(attention.config, exchange)
     return served
 
 

@@ -22,9 +22,8 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.afd import (
     describe_moe_layers,
-    ffn_runners,
-    get_afd_exchange,
-    model_hash,
+    model_facts,
+    moe_runners,
     run_ffn_layer,
 )
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -44,7 +43,7 @@ def check_pair(whole, ffn, attention) -> None:
     assert describe_moe_layers(ffn.config, ffn.model) == describe_moe_layers(
         attention.config, attention.model
     )
-    assert model_hash(ffn.config) == model_hash(attention.config)
+    assert model_facts(ffn.config) == model_facts(attention.config)
     assert ffn.names | attention.names == whole.names
     # Only what a router reads is on both, with the module that owns it.
     for name in ffn.names & attention.names:
@@ -78,9 +77,9 @@ def test_both_roles_give_the_logits_of_the_whole_model(
     ffn = load(folder, "ffn", gate_placement=gate_placement)
     attention = load(folder, "attention", gate_placement=gate_placement)
     check_pair(whole, ffn, attention)
-    served = connect(ffn)
+    served = connect(ffn, attention)
     torch.testing.assert_close(logits(attention), expected, atol=1e-5, rtol=0)
-    assert served == list(range(len(ffn_runners(ffn.config))))
+    assert served == list(range(len(moe_runners(ffn.config))))
     if gate_placement == "attention":
         layers = describe_moe_layers(ffn.config, ffn.model)
         assert not any(layer.gate_on_ffn for layer in layers)
@@ -121,8 +120,9 @@ def test_routed_scaling_in_half_precision(dtype, roles, tiny_model):
     # and the decoder layer, which runs on attention, makes up for it.
     folder = tiny_model("DeepseekV2ForCausalLM")
     expected = logits(load(folder, None, dtype=dtype))
-    connect(load(folder, "ffn", dtype=dtype))
-    actual = logits(load(folder, "attention", dtype=dtype))
+    attention = load(folder, "attention", dtype=dtype)
+    connect(load(folder, "ffn", dtype=dtype), attention)
+    actual = logits(attention)
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=0)
 
 
@@ -130,8 +130,9 @@ def test_router_logits_of_another_type_than_the_model(roles, tiny_model):
     folder = tiny_model("Glm4MoeForCausalLM")
     expected = logits(load(folder, None, dtype="bfloat16"))
     ffn = load(folder, "ffn", dtype="bfloat16")
-    connect(ffn)
-    actual = logits(load(folder, "attention", dtype="bfloat16"))
+    attention = load(folder, "attention", dtype="bfloat16")
+    connect(ffn, attention)
+    actual = logits(attention)
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=0)
     layers = describe_moe_layers(ffn.config, ffn.model)
     assert {layer.logits_dtype for layer in layers} == {"float32"}
@@ -142,8 +143,8 @@ def test_tied_embeddings(roles, tiny_model):
     expected = logits(load(folder, None))
     ffn = load(folder, "ffn")
     assert not any("embed_tokens" in n or "lm_head" in n for n in ffn.names)
-    connect(ffn)
     attention = load(folder, "attention")
+    connect(ffn, attention)
     torch.testing.assert_close(logits(attention), expected, atol=1e-5, rtol=0)
 
 
@@ -236,19 +237,33 @@ def test_a_missing_weight_fails_the_role_that_needs_it(
     load(tmp_path, other)
 
 
-def test_model_hash_tells_models_and_not_places_apart(roles, tiny_model, tmp_path):
-    def hash_of(folder, **kwargs):
-        return model_hash(role_config(folder, "ffn", **kwargs))
+def test_facts_tell_models_and_not_places_apart(roles, tiny_model, tmp_path):
+    def facts_of(folder, **kwargs):
+        return model_facts(role_config(folder, "ffn", **kwargs))
+
+    def differences(folder, **kwargs):
+        other = facts_of(folder, **kwargs)
+        assert facts.keys() == other.keys()
+        return [name for name in facts if facts[name] != other[name]]
 
     folder = tiny_model("Qwen3MoeForCausalLM")
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert hash_of(folder) == hash_of(tmp_path)
-    assert hash_of(folder) != hash_of(folder, dtype="bfloat16")
+    facts = facts_of(folder)
+    assert facts["architecture"] == "Qwen3MoeForCausalLM"
+    assert facts["config.hidden_size"] == "128"
+    assert max(len(value) for value in facts.values()) <= 80
+    assert differences(tmp_path) == []
+    assert differences(folder, load_format="safetensors") == []
+    assert differences(folder, load_format="dummy") == ["load_format is dummy"]
     config = json.loads((tmp_path / "config.json").read_text())
     config["rms_norm_eps"] *= 10
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert hash_of(folder) != hash_of(tmp_path)
+    assert differences(tmp_path) == ["config.rms_norm_eps"]
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].bfloat16()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert differences(tmp_path) == ["weights", "config.rms_norm_eps"]
 
 
 def test_without_afd_nothing_of_it_is_used(roles, tiny_model):
@@ -282,23 +297,25 @@ def test_ffn_output_is_memory_of_its_own(roles, tiny_model):
         output = run_ffn_layer(InPlace(), slot[:2], None)
         slot.fill_(7)
         assert output.eq(2).all()
-        empty = run_ffn_layer(ffn_runners(ffn.config)[0], slot[:0], None)
+        empty = run_ffn_layer(moe_runners(ffn.config)[0], slot[:0], None)
     assert empty.shape == (0, 128)
 
 
-def test_no_exchange_without_a_peer():
-    with pytest.raises(RuntimeError, match="no FFN role is connected"):
-        get_afd_exchange()
+def test_model_of_an_old_class_is_refused(roles, tiny_model):
+    config = role_config(tiny_model("Qwen3MoeForCausalLM"), "attention")
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM.*take a vllm_config"):
+        describe_moe_layers(config, torch.nn.Module())
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("gate_placement", ["auto", "attention"])
 def test_compiled_attention_role(backend, gate_placement, roles, tiny_model):
     folder = tiny_model("Qwen3MoeForCausalLM")
-    connect(load(folder, "ffn", gate_placement=gate_placement))
+    ffn = load(folder, "ffn", gate_placement=gate_placement)
     attention = load(folder, "attention", gate_placement=gate_placement)
+    connect(ffn, attention)
     expected = logits(attention)
-    served = connect(load(folder, "ffn", gate_placement=gate_placement))
+    served = connect(ffn, attention)
     compiled = torch.compile(attention.model.model, backend=backend, fullgraph=True)
     actual = logits(attention, run=compiled)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
@@ -309,7 +326,7 @@ def test_narrow_router_logits_travel_in_the_type_announced(roles, tiny_model):
     # As BailingMoe: a gate of its own type, whose logits become the model's type.
     folder = tiny_model("MixtralForCausalLM")
     attention = load(folder, "attention")
-    connect(load(folder, "ffn"))
+    connect(load(folder, "ffn"), attention)
     expected = logits(attention)
     sent = []
     for runner in attention.model.modules():
@@ -329,7 +346,7 @@ def test_narrow_router_logits_travel_in_the_type_announced(roles, tiny_model):
 def test_router_logits_wider_than_announced_are_refused(roles, tiny_model):
     folder = tiny_model("MixtralForCausalLM")
     attention = load(folder, "attention")
-    connect(load(folder, "ffn"))
+    connect(load(folder, "ffn"), attention)
     runner = next(m for m in attention.model.modules() if isinstance(m, MoERunner))
     with pytest.raises(ValueError, match="MixtralForCausalLM.*float64.*float32"):
         runner._forward_impl(torch.ones(2, 128), torch.ones(2, 8).double(), None)

@@ -23,6 +23,7 @@ from vllm.v1.executor.multiproc_executor import (
     _wait_for_worker_failure,
 )
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker import worker_base
 from vllm.v1.worker.worker_base import WorkerBase
 
 TIMEOUT_S = 60
@@ -141,6 +142,36 @@ def test_only_the_first_failure_is_reported() -> None:
         worker.set_failure_callback(reasons.append)
         worker.report_failure(ValueError("another"))
         assert reasons == ["ValueError()"]
+
+
+def test_failure_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets it logs it."""
+    logged: list[tuple] = []
+    monkeypatch.setattr(
+        worker_base, "logger", SimpleNamespace(error=lambda *args: logged.append(args))
+    )
+    for callback in (None, lambda reason: None):
+        worker = WorkerBase.__new__(WorkerBase)
+        worker.rank = 0
+        if callback is not None:
+            worker.set_failure_callback(callback)
+        worker.report_failure(ValueError(REASON))
+        assert len(logged) == 1
+        assert REASON in logged[0]
+
+
+def test_worker_with_an_init_of_its_own() -> None:
+    class OtherWorker(WorkerBase):
+        def __init__(self) -> None:
+            self.rank = 0
+
+    reasons: list[str] = []
+    worker = OtherWorker()
+    worker.set_failure_callback(reasons.append)
+    worker.report_failure(ValueError(REASON))
+    assert reasons == [REASON]
+    OtherWorker().set_failure_callback(reasons.append)
+    assert reasons == [REASON]
 
 
 @pytest.mark.parametrize("reason", [None, REASON])

@@ -16,8 +16,9 @@ import torch
 
 from tests.distributed.afd_transfer.control_utils import free_port
 from vllm.config.afd import AFDConfig
-from vllm.distributed.afd_transfer import afd_transfer_state
+from vllm.distributed.afd_transfer import afd_session
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
+from vllm.distributed.afd_transfer.messages import AFDLayerInfo
 from vllm.v1.worker import (
     afd_attention_model_runner,
     afd_ffn_model_runner,
@@ -63,7 +64,7 @@ class Servers:
         self.attentions: list[AFDAttention] = []
         self.compute: Callable[[int, torch.Tensor], None] = lambda layer, x: None
         layers = [
-            SimpleNamespace(
+            AFDLayerInfo(
                 name=f"layers.{i}",
                 gate_on_ffn=gate_on_ffn,
                 logits_size=0 if gate_on_ffn else NUM_EXPERTS,
@@ -72,11 +73,11 @@ class Servers:
             for i in range(NUM_LAYERS)
         ]
         monkeypatch.setattr(
-            afd_transfer_state, "describe_moe_layers", lambda config, model: layers
+            afd_session, "describe_moe_layers", lambda config, model: layers
         )
-        monkeypatch.setattr(afd_transfer_state, "model_hash", lambda config: "hash")
+        monkeypatch.setattr(afd_session, "model_facts", lambda config: {"a": "fact"})
         monkeypatch.setattr(
-            afd_ffn_model_runner, "ffn_runners", lambda config: list(range(NUM_LAYERS))
+            afd_ffn_model_runner, "moe_runners", lambda config: list(range(NUM_LAYERS))
         )
         monkeypatch.setattr(afd_ffn_model_runner, "run_ffn_layer", self._run_layer)
         monkeypatch.setattr(
@@ -288,7 +289,7 @@ def test_ffn_serves_the_next_one_after_a_goodbye(
     gate_on_ffn: Servers, in_step: bool
 ) -> None:
     failures = Failures()
-    gate_on_ffn.start_ffn(failures)
+    ffn = gate_on_ffn.start_ffn(failures)
     for _ in range(3):
         attention = gate_on_ffn.connect(failures)
         gate_on_ffn.run_step(attention, 3)
@@ -297,8 +298,38 @@ def test_ffn_serves_the_next_one_after_a_goodbye(
             attention.begin_step("eager", [2])
             attention.exchange(0, torch.rand(2, HIDDEN_SIZE), None)
             attention.abort_step(SystemExit())
+        control = ffn._control
         attention.close()
+        if in_step:
+            assert control is not None
+            assert control.bye_reason == "it was stopped in the middle of step 2"
     assert not failures.errors
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_death_of_attentions_parent_ends_ffn(
+    gate_on_ffn: Servers, in_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is ended by that, too, but nobody has told the server to end."""
+    failures = Failures()
+    ffn = gate_on_ffn.start_ffn(failures)
+    attention = gate_on_ffn.connect(Failures())
+    gate_on_ffn.run_step(attention, 3)
+    if in_step:
+        attention.begin_step("eager", [2])
+        attention.exchange(0, torch.rand(2, HIDDEN_SIZE), None)
+        attention.abort_step(SystemExit())
+    parent = SimpleNamespace(name="EngineCore", is_alive=lambda: False)
+    monkeypatch.setattr(
+        afd_attention_model_runner.multiprocessing, "parent_process", lambda: parent
+    )
+    attention.close()
+
+    error = failures.wait()
+    assert isinstance(error, AFDPeerError)
+    assert "AFD attention peer (rank 0)" in str(error)
+    assert "its parent process EngineCore died" in str(error)
+    _join(ffn)
 
 
 def test_second_attention_server_is_refused(gate_on_ffn: Servers) -> None:
@@ -431,6 +462,30 @@ def test_step_that_attention_does_not_go_on_with(gate_on_ffn: Servers) -> None:
     assert "step_timeout_s" in str(on_attention.wait())
 
 
+@pytest.mark.parametrize("kind", ["profile", "warmup"])
+def test_compilation_is_not_taken_for_a_hang(gate_on_ffn: Servers, kind: str) -> None:
+    failures = Failures()
+    gate_on_ffn.start_ffn(failures, step_timeout_s=0.3)
+    attention = gate_on_ffn.connect(failures)
+    attention.begin_step(kind, [2])
+    x = torch.rand(2, HIDDEN_SIZE)
+    for layer in range(NUM_LAYERS):
+        # It compiles piece by piece.
+        assert not failures._came.wait(0.6)
+        x = attention.exchange(layer, x, None)
+    attention.end_step()
+    gate_on_ffn.run_step(attention, 2)
+    assert not failures.errors
+
+
+def test_compilation_that_does_not_end(gate_on_ffn: Servers) -> None:
+    on_ffn = Failures()
+    gate_on_ffn.start_ffn(on_ffn, step_timeout_s=0.3, connect_timeout_s=1.5)
+    attention = gate_on_ffn.connect(Failures())
+    attention.begin_step("profile", [2])
+    assert "within connect_timeout_s=1.5" in str(on_ffn.wait())
+
+
 @pytest.mark.parametrize(
     "layer, rows", [(1, 2), (0, 3)], ids=["other_layer", "other_rows"]
 )
@@ -444,6 +499,24 @@ def test_exchange_that_was_not_announced(
     attention.begin_step("eager", [2])
     with pytest.raises(AFDError, match="run layer 0 on 2 tokens"):
         attention.exchange(layer, torch.rand(rows, HIDDEN_SIZE), None)
+
+
+def test_layers_that_cannot_be_exchanged(
+    gate_on_ffn: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anybody connects."""
+    layers = [
+        AFDLayerInfo(
+            name=f"layers.{dtype}", gate_on_ffn=False, logits_size=4, logits_dtype=dtype
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
+    monkeypatch.setattr(
+        afd_session, "describe_moe_layers", lambda config, model: layers
+    )
+    for start in (gate_on_ffn.connect, gate_on_ffn.start_ffn):
+        with pytest.raises(AFDError, match="bfloat16, float32"):
+            start(Failures())
 
 
 def test_model_that_leaves_layers_out(gate_on_ffn: Servers) -> None:
@@ -520,7 +593,9 @@ def test_model_runner_announces_its_batches(
     installed: list[Any] = []
     monkeypatch.setattr(AFDAttention, "connect", lambda *args: afd)
     monkeypatch.setattr(
-        afd_attention_model_runner, "set_afd_exchange", installed.append
+        afd_attention_model_runner,
+        "set_afd_exchange",
+        lambda config, exchange: installed.append(exchange),
     )
     runner = Runner(None, torch.device("cpu"), lambda error: None)
     runner.load_model()

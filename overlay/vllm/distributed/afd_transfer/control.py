@@ -274,6 +274,7 @@ class AFDControl:
         """
         if problem := self._check_step(step):
             raise ValueError(f"AFD step {step}: {problem}")
+        self._last_seq = step.seq
         self._send(step)
 
     def recv_step(self, timeout_s: float | None = None) -> AFDStep | None:
@@ -334,14 +335,13 @@ class AFDControl:
             thread.join(timeout_s)
 
     def _check_step(self, step: AFDStep) -> str | None:
-        """Say why a step, sent or received, is not the next one; or count it."""
+        """Say why a step, sent or received, is not the next one."""
         if self._last_seq is not None and step.seq != self._last_seq + 1:
             return f"seq must be {self._last_seq + 1}"
         if not 1 <= len(step.stage_tokens) <= self._max_stages:
             return f"1 to {self._max_stages} stages were agreed on"
         if max(step.stage_tokens) > self._max_tokens:
             return f"a stage has at most max_num_batched_tokens={self._max_tokens} rows"
-        self._last_seq = step.seq
         return None
 
     def _send(self, message: AFDMessage) -> None:
@@ -464,6 +464,7 @@ class AFDControl:
                 raise AFDProtocolError("a step, which only attention may do")
             if problem := self._check_step(message):
                 raise AFDProtocolError(f"an invalid step {message}: {problem}")
+            self._last_seq = message.seq
             self._enqueue(self._steps, message)
         elif isinstance(message, AFDBlob):
             self._enqueue(self._blobs, message.data)

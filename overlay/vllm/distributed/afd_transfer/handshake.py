@@ -55,23 +55,27 @@ _EQUAL_FIELDS = (
     "vllm_version",
     "num_attention_ranks",
     "num_ffn_ranks",
-    "model_hash",
     "dtype",
     "hidden_size",
     "gate_placement",
     "connector",
 )
+# How many differences between two models are named.
+_MAX_FACTS = 8
 
 
 def make_hello(
-    vllm_config: "VllmConfig", rank: int, model_hash: str, layers: list[AFDLayerInfo]
+    vllm_config: "VllmConfig",
+    rank: int,
+    model: dict[str, str],
+    layers: list[AFDLayerInfo],
 ) -> AFDHello:
     """Describe this instance to the peer.
 
     Args:
         vllm_config: Config with an `afd_config`.
         rank: Rank within the role, dp_rank * tp_size + tp_rank.
-        model_hash: Equal on both roles if they serve the same model.
+        model: Facts that are equal on both roles if they serve the same model.
         layers: The model's MoE layers, in the order in which a step runs them.
     """
     config = vllm_config.afd_config
@@ -85,7 +89,7 @@ def make_hello(
         rank=rank,
         num_attention_ranks=config.num_attention_ranks,
         num_ffn_ranks=config.num_ffn_ranks,
-        model_hash=model_hash,
+        model=model,
         dtype=str(model_config.dtype).removeprefix("torch."),
         hidden_size=model_config.get_hidden_size(),
         layers=layers,
@@ -132,6 +136,14 @@ def compare_hellos(ours: AFDHello, theirs: AFDHello) -> list[str]:
         for field in _EQUAL_FIELDS
         if getattr(attention, field) != getattr(ffn, field)
     ]
+    facts = [
+        differ(f"model {name}", attention.model.get(name), ffn.model.get(name))
+        for name in attention.model | ffn.model
+        if attention.model.get(name) != ffn.model.get(name)
+    ]
+    mismatches += sorted(facts)[:_MAX_FACTS]
+    if len(facts) > _MAX_FACTS:
+        mismatches.append(f"{len(facts) - _MAX_FACTS} more facts of the model")
     if (
         attention.rank >= attention.num_attention_ranks
         or ffn.rank >= ffn.num_ffn_ranks
@@ -189,7 +201,7 @@ def _mac(secret: bytes, role: str, attention_nonce: bytes, ffn_nonce: bytes) -> 
     return hmac.digest(secret, label + attention_nonce + ffn_nonce, "sha256")
 
 
-def refuse(channel: AFDChannel, reason: str) -> None:
+def send_refusal(channel: AFDChannel, reason: str) -> None:
     """Tell the peer why the handshake ends, if it still listens."""
     with contextlib.suppress(OSError):
         channel.send(AFDRefused(reason=clean_text(reason)), timeout_s=0)
@@ -277,7 +289,7 @@ def authenticate(
         # FFN lets no stranger write into its log.
         proof = expect(channel, AFDProof, deadline, may_refuse=role == "attention")
         if not hmac.compare_digest(proof.mac, _mac(secret, peer_role, *nonces)):
-            refuse(channel, "VLLM_AFD_SECRET is not the same on both roles")
+            send_refusal(channel, "VLLM_AFD_SECRET is not the same on both roles")
             raise AFDHandshakeError("its VLLM_AFD_SECRET is not the one of this server")
 
     if role == "ffn":

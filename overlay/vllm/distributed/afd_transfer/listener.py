@@ -19,7 +19,7 @@ from vllm.distributed.afd_transfer.handshake import (
     describe_mismatches,
     expect,
     get_secret,
-    refuse,
+    send_refusal,
 )
 from vllm.distributed.afd_transfer.messages import (
     AFDChannel,
@@ -112,20 +112,22 @@ class AFDListener:
 
     def listen(self) -> None:
         """Begin to answer who connects. Until then, they wait."""
-        if self._thread is None:
+        with self._cond:
+            if self._thread is not None or self._closed:
+                return
             self._thread = threading.Thread(
                 target=self._accept_loop, name="afd-listener", daemon=True
             )
             self._thread.start()
-            logger.info("Listening for an AFD attention server on %s.", self._where)
             address = ipaddress.ip_address(self._sock.getsockname()[0])
-            if self._secret is None and not address.is_loopback:
-                logger.warning(
-                    "Anyone who can reach afd_host=%r, afd_port=%d can act as the "
-                    "attention server: set VLLM_AFD_SECRET on both roles.",
-                    self._config.afd_host,
-                    self._config.afd_port,
-                )
+        logger.info("Listening for an AFD attention server on %s.", self._where)
+        if self._secret is None and not address.is_loopback:
+            logger.warning(
+                "Anyone who can reach afd_host=%r, afd_port=%d can act as the "
+                "attention server: set VLLM_AFD_SECRET on both roles.",
+                self._config.afd_host,
+                self._config.afd_port,
+            )
 
     def accept(
         self,
@@ -151,6 +153,7 @@ class AFDListener:
             if self._session is not None and self._session.is_alive:
                 raise AFDError(f"AFD FFN is already serving {self._session.peer}.")
             self._hello, self._session = hello, None
+            self._last_refusal = None
             self._cond.notify_all()
             try:
                 while self._session is None:
@@ -169,7 +172,9 @@ class AFDListener:
 
     def _nobody_came(self, timeout_s: float | None) -> AFDHandshakeError:
         refused = (
-            f" The last one refused: {self._last_refusal}" if self._last_refusal else ""
+            f" Of those that did not fit, the last was {self._last_refusal}"
+            if self._last_refusal
+            else ""
         )
         return AFDHandshakeError(
             f"No AFD attention server connected to {self._where} (afd_host, afd_port) "
@@ -294,11 +299,11 @@ class AFDListener:
         try:
             peer_hello = expect(channel, AFDHello, deadline)
         except AFDProtocolError as e:
-            refuse(channel, f"it was sent {e}")
+            send_refusal(channel, f"it was sent {e}")
             raise
         hello = self._claim(channel, deadline)
         if isinstance(hello, str):
-            refuse(channel, hello)
+            send_refusal(channel, hello)
             raise AFDHandshakeError(hello)
         channel.send(hello, timeout_s=deadline - time.monotonic())
         if mismatches := compare_hellos(hello, peer_hello):

@@ -30,10 +30,16 @@ MAC_SIZE = 32
 MAX_REASON_LENGTH = 2000
 MAX_BLOB_SIZE = 64 * 1024
 MAX_LAYERS = 4096
+MAX_FACTS = 1024
 MAX_STAGES = 2
 
 _HEADER = struct.Struct("!I")
 HEADER_SIZE = _HEADER.size
+
+# A wait is made of so many, to see whether this process runs meanwhile. One that
+# takes twice as long and this longer, in seconds, says that it does not.
+_TICKS = 8
+_STALL_S = 0.5
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Name = Annotated[str, Meta(max_length=256)]
@@ -94,7 +100,8 @@ class AFDHello(AFDMessage, frozen=True, kw_only=True):
     rank: _Count
     num_attention_ranks: _Count
     num_ffn_ranks: _Count
-    model_hash: _Name
+    model: Annotated[dict[_Name, _Name], Meta(max_length=MAX_FACTS)]
+    """Facts about the model, by name."""
     dtype: _Name
     hidden_size: _Count
     layers: Annotated[list[AFDLayerInfo], Meta(max_length=MAX_LAYERS)]
@@ -304,15 +311,27 @@ class AFDChannel:
         return data
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait for the socket. Polls at least once, so that what came while this
-        process itself was stopped is seen before the time is looked at."""
+        """Wait for the socket, also past the deadline if this process did not run.
+
+        Polls at least once, so that what came while this process was stopped is seen
+        before the time is looked at. If all of the host was, the peer had no time
+        either: once, it gets as much again.
+        """
         fd = self._sock.fileno()
         if fd < 0:
             raise OSError(errno.EBADF, "the connection was closed here")
         poll = select.poll()
         poll.register(fd, event)
-        while not poll.poll(min(max(deadline - time.monotonic(), 0), 60) * 1000):
-            if time.monotonic() >= deadline:
+        now = time.monotonic()
+        limit = max(deadline - now, 0)
+        tick = min(limit / _TICKS, 60)
+        may_extend = True
+        while not poll.poll(min(max(deadline - now, 0), tick) * 1000):
+            before, now = now, time.monotonic()
+            if may_extend and now - before > 2 * tick + _STALL_S:
+                may_extend = False
+                deadline = now + limit
+            elif now >= deadline:
                 raise TimeoutError("timed out")
 
     def end_sending(self) -> None:

@@ -18,9 +18,9 @@ import regex as re
 import torch
 from torch import nn
 
+from vllm.distributed.afd_transfer.messages import AFDLayerInfo
 from vllm.logger import init_logger
 from vllm.model_executor.afd import (
-    AFDMoELayer,
     check_moe_layer,
     describe_moe_layer,
     gate_runs_on_ffn,
@@ -62,7 +62,7 @@ class _Construction:
     """
 
     device: torch.device
-    layers: dict[str, AFDMoELayer] = field(default_factory=dict)
+    layers: dict[str, AFDLayerInfo] = field(default_factory=dict)
     dropped: dict[nn.Module, list[str]] = field(default_factory=dict)
 
     def drop(self, parent: nn.Module, name: str, stage: str) -> None:
@@ -124,6 +124,8 @@ def build_role_model(
         utils._model_to_pp_missing_layer_names.pop(id(module), None)
     model.afd_layers = construction.layers
     model.afd_dropped = construction.dropped
+    # Loaders call it, whichever they are.
+    model.load_weights = functools.partial(load_role_weights, model)
     return model
 
 
@@ -272,7 +274,7 @@ def load_role_weights(
             yield name, tensor
 
     with _named_placeholders(model):
-        loaded = model.load_weights(watch())
+        loaded = type(model).load_weights(model, watch())
     missing = _missing_experts(model, seen)
     if loaded is not None:
         loaded = set(loaded)

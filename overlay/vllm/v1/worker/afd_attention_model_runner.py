@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The attention role of AFD: Model Runner V2, whose MoE layers run on the peer."""
 
+import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch.nn as nn
 
 from vllm.config import VllmConfig
 from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
-from vllm.distributed.afd_transfer.afd_transfer_state import AFDSession, make_hello
+from vllm.distributed.afd_transfer.afd_session import AFDSession, describe_server
 from vllm.distributed.afd_transfer.control import AFDControl
 from vllm.distributed.afd_transfer.errors import AFDError
 from vllm.distributed.afd_transfer.messages import AFDStep
@@ -76,6 +77,7 @@ class AFDAttention:
         self.stats = AFDStats()
         self._seq = 0
         self._step: _Step | None = None
+        self._goodbye: str | None = None
         self._next_log = time.monotonic() + _LOG_INTERVAL_S
 
     @classmethod
@@ -95,7 +97,7 @@ class AFDAttention:
         Raises:
             AFDError: It did not come in time, or does not fit to this instance.
         """
-        hello = make_hello(vllm_config, model)
+        hello = describe_server(vllm_config, model)
         control = AFDControl.connect(vllm_config.afd_config, hello)
         return cls(AFDSession(vllm_config, control, hello, on_failure))
 
@@ -190,12 +192,21 @@ class AFDAttention:
     def abort_step(self, error: BaseException) -> None:
         """Tell the peer why the step, if one has begun, does not go on."""
         step, self._step = self._step, None
-        if step is not None:
+        if step is None:
+            return
+        if isinstance(error, Exception):
             self.session.fail(error)
+        else:
+            # The process was told to end: no fault, but FFN may wonder.
+            self._goodbye = f"it was stopped in the middle of step {step.seq}"
 
     def close(self) -> None:
-        """Say goodbye to the peer and release the connection."""
-        self.session.close()
+        """Say goodbye to the peer, or that it is none, and release the connection."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            # Nobody has told this server to end.
+            self.session.control.fail(f"its parent process {parent.name} died")
+        self.session.close(self._goodbye)
         self._log_stats()
 
     def _log_stats(self) -> None:
@@ -233,7 +244,7 @@ class AFDAttentionMixin:
         self.afd = AFDAttention.connect(
             self.vllm_config, self.model, self._on_afd_failure
         )
-        set_afd_exchange(self.afd.exchange)
+        set_afd_exchange(self.vllm_config, self.afd.exchange)
 
     def before_forward(
         self,
@@ -258,9 +269,15 @@ class AFDAttentionMixin:
         self.afd.end_step()
         return output
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "AFD does not support reload_weights: the other role would go on with "
+            "the old weights. Restart both."
+        )
+
     def shutdown(self) -> None:
         if self.afd is not None:
-            set_afd_exchange(None)
+            set_afd_exchange(self.vllm_config, None)
             self.afd.close()
             self.afd = None
         super().shutdown()

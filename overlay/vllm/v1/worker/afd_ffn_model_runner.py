@@ -12,14 +12,15 @@ import torch.nn as nn
 
 from vllm.config import VllmConfig
 from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
-from vllm.distributed.afd_transfer.afd_transfer_state import AFDSession, make_hello
+from vllm.distributed.afd_transfer.afd_session import AFDSession, describe_server
 from vllm.distributed.afd_transfer.control import AFDControl
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 from vllm.distributed.afd_transfer.listener import AFDListener
-from vllm.distributed.afd_transfer.messages import AFDStep
+from vllm.distributed.afd_transfer.messages import AFDHello, AFDStep
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.afd import ffn_runners, run_ffn_layer
+from vllm.model_executor.afd import moe_runners, run_ffn_layer
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.tasks import SupportedTask
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -59,6 +60,8 @@ class AFDFFNModelRunner:
         self._on_failure = on_failure
         self._listener = AFDListener(self.afd_config)
         self._stop = threading.Event()
+        self._hello: AFDHello | None = None
+        self._runners: list[MoERunner] = []
         self._control: AFDControl | None = None
         self._session: AFDSession | None = None
         self._thread: threading.Thread | None = None
@@ -104,11 +107,17 @@ class AFDFFNModelRunner:
     def execute_model(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("A server with the AFD role 'ffn' runs no requests.")
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "AFD does not support reload_weights: the other role would go on with "
+            "the old weights. Restart both."
+        )
+
     def start_serving(self) -> None:
         """Listen for an attention server and serve it, until `shutdown`."""
         # Built here, where it fails the start.
-        self._hello = make_hello(self.vllm_config, self.model)
-        self._runners = ffn_runners(self.vllm_config)
+        self._hello = describe_server(self.vllm_config, self.model)
+        self._runners = moe_runners(self.vllm_config)
         self._listener.listen()
         self._thread = threading.Thread(
             target=self._serve, daemon=True, name="AFDFFNLoop"
@@ -187,6 +196,7 @@ class AFDFFNModelRunner:
             )
         connector = session.connector
         num_stages = len(step.stage_tokens)
+        may_compile = step.kind in ("profile", "warmup")
 
         def transfer(layer: int, stage: int) -> AFDTransfer:
             return AFDTransfer(
@@ -207,7 +217,7 @@ class AFDFFNModelRunner:
         for layer, runner in enumerate(self._runners):
             for stage in range(num_stages):
                 current = transfer(layer, stage)
-                hidden_states, router_logits = connector.recv(current)
+                hidden_states, router_logits = connector.recv(current, may_compile)
                 with override_forward_context(contexts[stage]):
                     output = run_ffn_layer(runner, hidden_states, router_logits)
                 if layer + 1 < len(self._runners):

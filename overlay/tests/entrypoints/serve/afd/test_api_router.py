@@ -25,9 +25,12 @@ def _client(afd_config: dict | None, *supported_tasks: SupportedTask) -> TestCli
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/responses/resp_1/cancel",
         "/v1/messages",
         "/v1/embeddings",
         "/score",
+        "/invocations",
+        "/tokenize",
         "/pooling",
     ],
 )

@@ -243,8 +243,15 @@ class AFDConnectorBase(ABC):
         """
 
     @abstractmethod
-    def recv(self, transfer: AFDTransfer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def recv(
+        self, transfer: AFDTransfer, may_compile: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """FFN: wait for a posted transfer.
+
+        Args:
+            transfer: The one that was posted.
+            may_compile: Whether the peer may compile its model first, see
+                `recv_limit`.
 
         Returns:
             hidden_states [rows, hidden_size] and router_logits
@@ -252,8 +259,8 @@ class AFDConnectorBase(ABC):
             answered.
 
         Raises:
-            AFDError: The session failed, `step_timeout_s` has passed, or something
-                else than `transfer` arrived.
+            AFDError: The session failed, `recv_limit` has passed, or something else
+                than `transfer` arrived.
         """
 
     @abstractmethod
@@ -278,6 +285,16 @@ class AFDConnectorBase(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. Idempotent, bounded, does not raise."""
+
+    def recv_limit(self, may_compile: bool) -> tuple[float, str]:
+        """How long `recv` waits, in seconds, and the text that says so.
+
+        A peer that starts may compile for longer than any step takes.
+        """
+        name, limit_s = "step_timeout_s", self.afd_config.step_timeout_s
+        if may_compile and self.afd_config.connect_timeout_s > limit_s:
+            name, limit_s = "connect_timeout_s", self.afd_config.connect_timeout_s
+        return limit_s, f"{name}={limit_s:g}"
 
     def abort(self, error: AFDError) -> None:
         """Let this and every later wait raise `error`. For any thread.

@@ -285,14 +285,16 @@ class GlooAFDConnector(AFDConnectorBase):
             )
         self._post_recv(lane, transfer)
 
-    def recv(self, transfer: AFDTransfer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def recv(
+        self, transfer: AFDTransfer, may_compile: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lane = self._lane(transfer)
         if lane.expected != transfer:
             raise AFDError(
                 f"AFD transfer to receive ({transfer}) is not the one that was "
                 f"posted ({lane.expected})"
             )
-        return self._wait(lane, transfer, self.step_timeout_s, self._step_limit)
+        return self._wait(lane, transfer, *self.recv_limit(may_compile))
 
     def send(self, transfer: AFDTransfer, output: torch.Tensor) -> None:
         lane = self._lane(transfer)

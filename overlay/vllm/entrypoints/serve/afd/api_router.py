@@ -19,13 +19,18 @@ MESSAGE = (
 
 _PATHS = (
     "/v1/completions",
+    "/v1/completions/derender",
     "/v1/completions/render",
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
+    "/v1/chat/completions/derender",
     "/v1/chat/completions/render",
     "/v1/responses",
+    "/v1/responses/render",
+    "/v1/responses/{response_id}/cancel",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/messages/render",
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
@@ -34,12 +39,16 @@ _PATHS = (
     "/v2/embed",
     "/v2/rerank",
     "/cohere/v2/chat",
+    "/cohere/v2/chat/render",
     "/inference/v1/generate",
     "/classify",
+    "/detokenize",
     "/generative_scoring",
+    "/invocations",
     "/pooling",
     "/rerank",
     "/score",
+    "/tokenize",
 )
 
 router = APIRouter()

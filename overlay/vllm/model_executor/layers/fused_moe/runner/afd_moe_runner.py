@@ -9,9 +9,9 @@ import torch
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.afd import (
+    AFDExchange,
     check_moe_layer,
     gate_runs_on_ffn,
-    get_afd_exchange,
     refuse,
 )
 from vllm.model_executor.layers.fused_moe.config import (
@@ -70,8 +70,11 @@ class AFDRemoteMoERunner(MoERunner):
     Attributes:
         afd_layer_index: Position of the layer among the model's MoE layers.
         afd_gate_on_ffn: Whether the FFN role computes the router logits.
+        afd_exchange: Calls the FFN role, see `set_afd_exchange`.
         afd_moved: Modules that only the FFN role runs, until they are pruned.
     """
+
+    afd_exchange: AFDExchange | None = None
 
     def __init__(
         self,
@@ -137,6 +140,11 @@ class AFDRemoteMoERunner(MoERunner):
         shared_experts_input: torch.Tensor | None,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self.afd_exchange is None:
+            raise RuntimeError(
+                f"MoE layer {self.layer_name} of the AFD attention role ran while no "
+                "FFN role is connected."
+            )
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = None
         if not self.afd_gate_on_ffn:
@@ -146,7 +154,7 @@ class AFDRemoteMoERunner(MoERunner):
                 logits = router_logits.reshape(-1, router_logits.shape[-1])
             if self.afd_logits_dtype not in (None, logits.dtype):
                 logits = self._widen(logits)
-        output = get_afd_exchange()(self.afd_layer_index, rows, logits)
+        output = self.afd_exchange(self.afd_layer_index, rows, logits)
         return output.view(hidden_states.shape)
 
     def _widen(self, logits: torch.Tensor) -> torch.Tensor:

@@ -18,33 +18,35 @@ from vllm.distributed.afd_transfer.control import AFDControl
 from vllm.distributed.afd_transfer.errors import AFDError
 from vllm.distributed.afd_transfer.messages import AFDHello, AFDLayerInfo
 from vllm.logger import init_logger
-from vllm.model_executor.afd import describe_moe_layers, model_hash
+from vllm.model_executor.afd import describe_moe_layers, model_facts
 
 logger = init_logger(__name__)
 
 
-def make_hello(vllm_config: VllmConfig, model: nn.Module) -> AFDHello:
+def describe_server(vllm_config: VllmConfig, model: nn.Module) -> AFDHello:
     """Describe what this instance runs, for the peer to compare.
 
     Args:
         vllm_config: The config of this instance.
         model: The model, as this role has loaded it.
+
+    Raises:
+        AFDError: What its layers need cannot be exchanged.
     """
-    layers = [
-        AFDLayerInfo(
-            name=layer.name,
-            gate_on_ffn=layer.gate_on_ffn,
-            logits_size=layer.logits_size,
-            logits_dtype=layer.logits_dtype,
-        )
-        for layer in describe_moe_layers(vllm_config, model)
-    ]
+    layers = describe_moe_layers(vllm_config, model)
     # One rank a role so far.
-    return handshake.make_hello(vllm_config, 0, model_hash(vllm_config), layers)
+    hello = handshake.make_hello(vllm_config, 0, model_facts(vllm_config), layers)
+    # Fails before anyone connects.
+    make_layout(hello)
+    return hello
 
 
 def make_layout(attention: AFDHello) -> AFDLayout:
-    """The exchanges of a session. Both sides derive them from attention's hello."""
+    """The exchanges of a session. Both sides derive them from attention's hello.
+
+    Raises:
+        AFDError: The layers differ in what they need.
+    """
     logits = {
         (layer.logits_size, layer.logits_dtype)
         for layer in attention.layers
@@ -92,11 +94,13 @@ class AFDSession:
         self.control = control
         self.peer = control.peer
         self.layers: list[AFDLayerInfo] = hello.layers
-        self.layout = make_layout(hello if config.is_attention else control.peer_hello)
         self.peer_said_bye = False
         self._on_failure = on_failure
         self.connector: AFDConnectorBase | None = None
         try:
+            self.layout = make_layout(
+                hello if config.is_attention else control.peer_hello
+            )
             connector = AFDConnectorFactory.create_connector(
                 vllm_config, config.afd_role, self.layout, self.peer
             )
@@ -144,8 +148,12 @@ class AFDSession:
         if isinstance(error, Exception) and self.error is None:
             self.control.fail(f"{type(error).__name__}: {error}")
 
-    def close(self) -> None:
-        """Say goodbye, if no error was said or received, and release everything."""
-        self.control.close()
+    def close(self, reason: str | None = None) -> None:
+        """Say goodbye, if no error was said or received, and release everything.
+
+        Args:
+            reason: What the goodbye says, if there is something to say.
+        """
+        self.control.close(reason)
         if self.connector is not None:
             self.connector.close()
