@@ -317,8 +317,8 @@ class _Run:
         )
 
     def mail(self, git: Git, patch: Patch) -> Mail:
-        override = self.override(patch.slug)
-        return read_mail(git, override if override.is_file() else patch.mail)
+        """Author and message: the patch's own, as an override's may be older."""
+        return read_mail(git, patch.mail)
 
     def use(self, like: str | None) -> None:
         """Get the commits of another port."""
