@@ -5,7 +5,7 @@ DEVICE ?= cpu
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
 .PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
-	test-fast test-faults soak bench
+	test-fast test-faults test-each port port-test soak bench
 
 help:
 	@$(TOOLS) --help
@@ -37,6 +37,13 @@ test:
 
 test-fast:
 	@$(TOOLS) test --fast $(ARGS)
+
+# The first run takes hours; what was tried is remembered, and not tried again.
+test-each:
+	@$(TOOLS) each $(if $(SLUG),--slug "$(SLUG)") $(ARGS)
+
+port port-test:
+	@$(TOOLS) $@ "$(BASE)" $(ARGS)
 
 # Kills and stops each process of both AFD roles: about a minute for each of 40 faults.
 test-faults:

@@ -112,8 +112,31 @@ def build_base(layout: Layout, device: str = "cpu", clean: bool = False) -> Mani
         build(layout, device)
         _check_out_base(layout)
         target = Target(layout.base, layout.base_venv, share=layout.venv)
-        _share_packages(target)
+        share_packages(target)
         return _build(layout, device, target, clean)
+
+
+def build_port(layout: Layout, pin: Pin, tree: Path, venv: Path) -> Manifest:
+    """Make the environment of the series on another release, for the CPU.
+
+    Its packages are those of `.venv`, and of its own where that release needs
+    another version of one.
+
+    Args:
+        pin: From `load_ports`.
+        tree: The ported series.
+
+    Raises:
+        WorkshopError: That release has no wheel for this machine, needs another
+            PyTorch, or a step failed.
+    """
+    device = "cpu"
+    pin.wheel(device)
+    with hold(layout, "make port-test"):
+        build(layout, device)
+        target = Target(tree, venv, share=layout.venv)
+        share_packages(target)
+        return _build(layout, device, target, clean=False, pin=pin)
 
 
 def requirements(tree: Path, device: str) -> list[str]:
@@ -271,12 +294,12 @@ class _Job:
         return self.target.share or self.target.venv
 
 
-def _job(layout: Layout, device: str, target: Target) -> _Job:
-    pin = load_pin(layout.pin)
+def _job(layout: Layout, device: str, target: Target, pin: Pin | None) -> _Job:
+    pin = pin or load_pin(layout.pin)
     artifact = pin.wheel(device)
     if f"-{pin.version}-" not in artifact.filename:
         raise WorkshopError(
-            f"vllm.pin: {artifact.filename} is not a wheel of vLLM {pin.version}.",
+            f"{pin.file}: {artifact.filename} is not a wheel of vLLM {pin.version}.",
             todo="Give the wheel of the base's version: no other fits its sources.",
         )
     wanted = ""
@@ -297,8 +320,10 @@ def _job(layout: Layout, device: str, target: Target) -> _Job:
     )
 
 
-def _build(layout: Layout, device: str, target: Target, clean: bool) -> Manifest:
-    job = _job(layout, device, target)
+def _build(
+    layout: Layout, device: str, target: Target, clean: bool, pin: Pin | None = None
+) -> Manifest:
+    job = _job(layout, device, target, pin)
     saved = manifest_file(layout, target.venv)
     built = load_manifest(saved)
     if built is not None and not clean and not _todo(job, built):
@@ -554,7 +579,7 @@ def _check_out_base(layout: Layout) -> None:
         git("checkout", "--quiet", "--force", "--detach", commit)
 
 
-def _share_packages(target: Target) -> None:
+def share_packages(target: Target) -> None:
     """Let the target's environment import another one's packages.
 
     Only `.pth` files of an environment's own folder are run, so the other one's

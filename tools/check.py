@@ -229,7 +229,7 @@ def _check_owners(
     ports = layout.patches / "ports"
     for path in _files(layout.patches):
         is_port = ports in path.parents and path.parent.parent == ports
-        if path in known or (is_port and path.stem in order):
+        if path in known or (is_port and path.stem in (*order, "status")):
             continue
         report.add(
             "orphan",

@@ -203,16 +203,16 @@ def _check_recorded(archive: Path, text: str, pin: Pin) -> None:
         raise WorkshopError(
             f"{archive.name} was not made from the pinned commit.",
             f"Its {_VERSION_FILE} records {commit[1] if commit else 'no commit'}; "
-            f"vllm.pin says {pin.commit}.",
-            "Mend base.commit or [sdist] in vllm.pin.",
+            f"{pin.file} says {pin.commit}.",
+            f"Mend base.commit or [sdist] in {pin.file}.",
         )
     version = re.search(r"version\s*=\s*'([^']+)'", text)
     if not version or version[1] != pin.version:
         raise WorkshopError(
             f"{archive.name} is not of the pinned version.",
             f"Its {_VERSION_FILE} records {version[1] if version else 'none'}; "
-            f"vllm.pin says {pin.version}.",
-            "Mend base.version or [sdist] in vllm.pin.",
+            f"{pin.file} says {pin.version}.",
+            f"Mend base.version or [sdist] in {pin.file}.",
         )
 
 

@@ -125,6 +125,13 @@ class Git:
             raise GitError(args, done.returncode, done.stderr.decode(errors="replace"))
         return done.stdout
 
+    def attempt(
+        self, *args: str, stdin: str | bytes | None = None
+    ) -> tuple[int, bytes, str]:
+        """Exit status, stdout and stderr of a command that may fail."""
+        done = self._run(args, stdin, None)
+        return done.returncode, done.stdout, done.stderr.decode(errors="replace")
+
     def ok(self, *args: str, stdin: str | bytes | None = None) -> bool:
         """Whether a command succeeds."""
         return self._run(args, stdin, None).returncode == 0

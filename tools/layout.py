@@ -27,6 +27,11 @@ class Layout:
         return self.root / "vllm.pin"
 
     @property
+    def ports_pin(self) -> Path:
+        """The other releases that the series is ported to."""
+        return self.root / "ports.pin"
+
+    @property
     def sdist_files(self) -> Path:
         """List of the base's files, one path a line."""
         return self.root / "vllm.files"
@@ -38,6 +43,10 @@ class Layout:
     @property
     def series(self) -> Path:
         return self.patches / "series"
+
+    def port_overrides(self, version: str) -> Path:
+        """What differs on another release: mails, and how each patch fared."""
+        return self.patches / "ports" / version
 
     @property
     def overlay(self) -> Path:
@@ -56,6 +65,10 @@ class Layout:
     def base(self) -> Path:
         """The unpatched tree, the reference that tests compare with."""
         return self.build / "base"
+
+    def port(self, version: str) -> Path:
+        """Where the series is put on another release."""
+        return self.build / "port" / version
 
     @property
     def cache(self) -> Path:

@@ -406,8 +406,23 @@ def commit_tree(git: Git, tree: str, parent: str, mail: Mail) -> str:
 
 
 def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
+    taken = add_overlay(git, patch, overlay)
+    if taken:
+        raise WorkshopError(
+            f"Overlay files of {patch.slug} exist already in the tree before it.",
+            "\n".join(taken),
+            "Turn them into hunks of the patch, or move them.",
+        )
+
+
+def add_overlay(git: Git, patch: Patch, overlay: Path) -> list[str]:
+    """Put a patch's new files into the index; those that it has already are left.
+
+    Returns:
+        Paths that it has already.
+    """
     if not patch.meta.overlay:
-        return
+        return []
     missing = [n for n in patch.meta.overlay if not _is_overlay_file(overlay / n)]
     if missing:
         raise WorkshopError(
@@ -418,18 +433,15 @@ def _add_overlay(git: Git, patch: Patch, overlay: Path) -> None:
     taken = git(
         "--literal-pathspecs", "ls-files", "-z", "--", *patch.meta.overlay
     ).split("\0")[:-1]
-    if taken:
-        raise WorkshopError(
-            f"Overlay files of {patch.slug} exist already in the tree before it.",
-            "\n".join(taken),
-            "Turn them into hunks of the patch, or move them.",
-        )
     entries = []
     for name in patch.meta.overlay:
+        if name in taken:
+            continue
         mode, data = read_overlay(overlay / name)
         blob = git("hash-object", "-w", "--stdin", "--no-filters", stdin=data)
         entries.append(f"{mode} {blob}\t{name}\0")
     git("update-index", "--add", "-z", "--index-info", stdin="".join(entries))
+    return taken
 
 
 # A renamed file stays a hunk: the overlay holds no text of upstream's.
@@ -492,16 +504,20 @@ def mail_of(git: Git, commit: str) -> tuple[bytes, list[Added]]:
         for (mode, _, _, path), content in zip(rows, contents, strict=True)
     ]
     hunks = _without(git, commit, [file.path for file in files]) if files else commit
-    data = git.raw(
+    return format_mail(git, hunks), files
+
+
+def format_mail(git: Git, commit: str) -> bytes:
+    """The mail of all that a commit changes, added files too."""
+    return git.raw(
         "format-patch",
         "--no-stat",
         "--zero-commit",
         "--no-base",
         "--no-encode-email-headers",
         *FORMAT_PATCH,
-        hunks,
+        commit,
     )
-    return data, files
 
 
 def _without(git: Git, commit: str, paths: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,13 +17,13 @@ import click
 
 from tools.env import clean_environ
 from tools.errors import WorkshopError
-from tools.git import scratch
 from tools.layout import Layout, venv_python
-from tools.pin import load_pin
-from tools.series import Patch, assemble, load_series
-from tools.state import base_commit
+from tools.series import Patch, load_series
 from tools.supervise import Outcome, supervise
 from tools.ui import say
+
+# The first run takes hours; what has been tried is remembered.
+_EACH_S = 6 * 3600
 
 # Exit status of pytest when it found no test, which `-k` may cause.
 _NO_TESTS = 5
@@ -144,27 +143,18 @@ def upstream_tasks(layout: Layout) -> list[Task]:
             tests = [word for word in tests if word not in same_env]
             same_env.update(tests)
         if tests:
-            tasks.append(_upstream(layout, patch, "upstream", layout.tree, tests))
+            tasks.append(upstream_task(layout, patch, "upstream", layout.tree, tests))
     return tasks
 
 
 def each_tasks(layout: Layout) -> list[Task]:
-    """Each patch's tests on the base and what it says it depends on, alone."""
-    return [
-        _upstream(
-            layout,
-            patch,
-            "each",
-            tree := layout.build / "each" / patch.slug,
-            patch.meta.tests,
-            prepare=partial(materialise, layout, patch.slug, tree),
-            cleanup=partial(shutil.rmtree, tree, ignore_errors=True),
-        )
-        for patch in load_series(layout).patches
-    ]
+    """Each patch alone, and each prefix of the series: `tools.each`."""
+    command = (sys.executable, "-m", "tools", "--root", str(layout.root), "each")
+    here = Path(__file__).resolve().parent.parent
+    return [Task("each", command, _EACH_S, here, clean_environ())]
 
 
-def _upstream(
+def upstream_task(
     layout: Layout,
     patch: Patch,
     kind: str,
@@ -172,53 +162,43 @@ def _upstream(
     tests: Sequence[str],
     prepare: Callable[[], None] = lambda: None,
     cleanup: Callable[[], None] = lambda: None,
+    venv: Path | None = None,
+    plugin: Path | None = None,
 ) -> Task:
-    command = (str(venv_python(layout.venv)), "-m", "pytest", "-p", "no:cacheprovider")
+    """Tests of vLLM in a tree.
+
+    Args:
+        venv: Environment to run them in, the patched one unless given.
+        plugin: Module of pytest's to load.
+    """
+    python = venv_python(venv or layout.venv)
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider"]
+    path = str(tree)
+    if plugin:
+        command += ["-p", plugin.stem]
+        path += f"{os.pathsep}{plugin.parent}"
     return Task(
         f"{kind}-{patch.slug}",
         (*command, *tests),
         1500,
         tree,
-        clean_environ()
-        | _UPSTREAM_ENV
-        | patch.meta.test_env
-        | {"PYTHONPATH": str(tree)},
+        clean_environ() | _UPSTREAM_ENV | patch.meta.test_env | {"PYTHONPATH": path},
         pytest=True,
         prepare=prepare,
         cleanup=cleanup,
     )
 
 
-def materialise(layout: Layout, slug: str, tree: Path) -> None:
-    """Write the base with `slug`, its `depends_on` and its `test_depends_on`.
-
-    Compiled files are shared with `build/vllm`. The series' own tree, index and
-    refs are left alone.
-    """
-    package = layout.tree / "vllm"
-    if not (package / "_version.py").is_file():
-        raise WorkshopError(
-            f"{layout.relative(package / '_version.py')} is missing.",
-            f"Nothing has been built in {layout.relative(layout.tree)}.",
-            "Run `make build` first.",
-        )
-    patches = load_series(layout).closure(slug, tests=True)
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
-    with scratch(layout.tree) as git:
-        base = base_commit(load_pin(layout.pin))
-        commits = assemble(git, base, patches, layout.overlay)
-        # The tip: what only the tests need may come after the slug.
-        git("read-tree", list(commits.values())[-1])
-        git("checkout-index", "--all", env={"GIT_WORK_TREE": str(tree)})
+def link_compiled(package: Path, target: Path) -> None:
+    """Share the compiled files and the version of one `vllm` package with another."""
     for source in [*package.rglob("*.so"), package / "_version.py"]:
-        target = tree / "vllm" / source.relative_to(package)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
+        link = target / source.relative_to(package)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
         try:
-            os.link(source, target)
+            os.link(source, link)
         except OSError:
-            shutil.copy2(source, target)
+            shutil.copy2(source, link)
 
 
 def e2e_tasks(layout: Layout) -> list[Task]:

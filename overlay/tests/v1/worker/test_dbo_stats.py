@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from tests.utils import spawn_new_process_for_each_test
-from tests.v1.worker.test_gpu_dp_utils import FakeCudaGraphManager
+from tests.v1.worker.test_gpu_dp_ubatching import FakeCudaGraphManager
 from vllm import LLM, SamplingParams
 from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.forward_context import create_forward_context
