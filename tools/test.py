@@ -202,7 +202,7 @@ def link_compiled(package: Path, target: Path) -> None:
 
 
 def e2e_tasks(layout: Layout) -> list[Task]:
-    return [_own_tests(layout, "e2e", 2700, "tests", "-m", "built")]
+    return [_own_tests(layout, "e2e", 3600, "tests", "-m", "built")]
 
 
 STAGES = (
