@@ -393,7 +393,7 @@ def _plans(
     model: str | None,
     arguments: Sequence[str],
     tree: Path | None,
-    traces: Path | None,
+    traces: Path | None = None,
 ) -> dict[str, serve.Plan]:
     """The three servers, on ports that are free."""
     given = serve.given_flags(arguments)

@@ -277,7 +277,7 @@ def test_a_second_attention_role_is_refused(served: Served, jobs: Jobs) -> None:
 
 def counted(server: AFDServer) -> tuple[int, int, int]:
     """Steps, split steps and exchanges, which the attention role logs at its end."""
-    pattern = r"AFD: (\d+) steps, (\d+) of them split, (\d+) exchanges"
+    pattern = r"AFD, whole session: (\d+) steps, (\d+) of them split, (\d+) exchanges"
     steps, split, exchanges = re.findall(pattern, server.text())[-1]
     return int(steps), int(split), int(exchanges)
 
