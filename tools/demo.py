@@ -23,7 +23,7 @@ from tools.env import clean_environ, shell_line
 from tools.errors import WorkshopError
 from tools.layout import Layout
 from tools.process import die_with_parent, free_ports
-from tools.serve_afd import ROLES, prepare, role_plan, with_tree
+from tools.serve_afd import prepare, role_plan, with_tree
 from tools.supervise import kill_session, sigterm_interrupts
 from tools.trace import summarise
 from tools.ui import console, say, step
@@ -298,6 +298,8 @@ def problems(report: Mapping[str, Any]) -> list[str]:
         found.append("The attention role did not say how many steps were split.")
     elif not report["split_steps"]:
         found.append("No step was split in two.")
+    if early := report.get("received_early"):
+        found.append(f"{early} exchanges were received before they were sent.")
     found += [
         f"The {name} server had to be killed."
         for name, code in report["exit_status"].items()
@@ -365,22 +367,14 @@ def _timeline(layout: Layout, traces: Path | None, folder: Path) -> dict[str, An
             "overlap_efficiency": None,
             "overlap_efficiency_reason": NO_TRACE,
         }
-    files = [
-        max(found, key=lambda path: path.stat().st_mtime)
-        for role in ROLES
-        if (found := list(traces.glob(f"afd-{role}-*.jsonl")))
-    ]
-    if len(files) != len(ROLES):
-        raise WorkshopError(
-            f"The roles left no traces in {traces}.",
-            f"Found: {', '.join(path.name for path in files) or 'none'}.",
-            "Look into their logs.",
-        )
+    files = timeline.newest(traces)
     session, outputs = timeline.make(layout, files, folder)
-    overlap = summarise(session).overlap
+    summary = summarise(session)
+    overlap = summary.overlap
     return {
         "traces": [layout.relative(path) for path in files],
         "timeline": layout.relative(outputs.page),
+        "received_early": summary.early,
         "both_compute": overlap and overlap.both / overlap.measured,
         "schedule_efficiency": overlap and overlap.schedule_efficiency,
         "overlap_efficiency": overlap and overlap.overlap_efficiency,

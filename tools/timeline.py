@@ -423,9 +423,29 @@ def make(
     return session, outputs
 
 
+def newest(folder: Path) -> list[Path]:
+    """The newest trace of each role in a folder.
+
+    Raises:
+        WorkshopError: One is missing.
+    """
+    files = [
+        max(found, key=lambda path: path.stat().st_mtime)
+        for role in ROLES
+        if (found := list(folder.glob(f"afd-{role}-*.jsonl")))
+    ]
+    if len(files) != len(ROLES):
+        raise WorkshopError(
+            f"{folder} has no traces of both roles.",
+            f"Found: {', '.join(path.name for path in files) or 'none'}.",
+            "Run `make demo`, or name two files.",
+        )
+    return files
+
+
 @click.command()
 @click.argument(
-    "files", nargs=2, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+    "files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option(
     "--out",
@@ -439,15 +459,19 @@ def make(
 )
 @click.pass_obj
 def command(
-    layout: Layout, files: tuple[Path, Path], out: Path | None, steps: str | None
+    layout: Layout, files: tuple[Path, ...], out: Path | None, steps: str | None
 ) -> None:
     """Show what both AFD roles did, from the trace of each.
 
-    FILES are those that the roles write into the trace_dir of their AFD config, in
-    any order; `make demo` leaves such in build/demo/traces. Prints where the time
-    went, and writes timeline.html, timeline.png and timeline.perfetto.json.
+    FILES are two that the roles write into the trace_dir of their AFD config, in any
+    order; without any, those of the last `make demo`. Prints where the time went, and
+    writes timeline.html, timeline.png and timeline.perfetto.json.
     """
-    session = load(files)
+    if files and len(files) != len(ROLES):
+        raise WorkshopError(
+            f"It takes 2 files, not {len(files)}.", todo="Give one of each role."
+        )
+    session = load(files or newest(layout.build / "demo" / "traces"))
     if steps:
         session = cut(session, *_range(steps))
         if not session.events():

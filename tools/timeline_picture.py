@@ -73,7 +73,7 @@ class _Canvas:
         self.box(x0, y0, x1, y1, outline=color)
 
     def save(self, path: Path) -> None:
-        self.image.resize(self.size, Image.Resampling.LANCZOS).save(path)
+        self.image.resize(self.size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
 
 def draw(session: Session, step: Step | None, path: Path) -> None:

@@ -365,7 +365,7 @@ def test_a_missing_trace_is_an_error(
     traced: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_FFN", "traceless")
-    with pytest.raises(WorkshopError, match="left no traces") as caught:
+    with pytest.raises(WorkshopError, match="no traces of both roles") as caught:
         run(traced)
     assert "afd-attention-0" in caught.value.why
 

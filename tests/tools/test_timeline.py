@@ -450,6 +450,7 @@ def test_a_picture_of_any_length(maker: Maker, tmp_path: Path, span: int) -> Non
 # The verb.
 
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -473,6 +474,20 @@ def test_the_verb(
     assert set(data["events"]["seq"]) == {2, 3}
 
 
+def test_the_demos_traces_are_the_default(
+    workspace: Layout, run_tools: Run, files: tuple[Path, Path]
+) -> None:
+    traces = workspace.build / "demo" / "traces"
+    traces.mkdir(parents=True)
+    for role, path in zip(trace.ROLES, files, strict=True):
+        shutil.copy(path, traces / f"afd-{role}-0-20261130-120000-1-1.jsonl")
+        old = traces / f"afd-{role}-0-20251130-120000-1-1.jsonl"
+        old.touch()
+        os.utime(old, (1, 1))
+    done = run_tools(workspace, "timeline")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -481,6 +496,8 @@ def test_the_verb(
         (["a", "f", "--steps", "x"], "--steps x is not of the form"),
         (["a", "f", "--steps", "900-"], "--steps 900- is not of the form"),
         (["a", "f", "--steps", "900"], "hold no such step"),
+        (["a"], "It takes 2 files, not 1"),
+        ([], "has no traces of both roles"),
     ],
 )
 def test_bad_input_is_an_error_that_tells(
@@ -500,6 +517,22 @@ def test_bad_input_is_an_error_that_tells(
     assert done.returncode == 1
     assert re.search(message, done.stderr)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_make_passes_on_what_it_is_given() -> None:
+    ours = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS", "FILES")
+    done = subprocess.run(
+        ["make", "-n", "timeline", "FILES=a b", "ARGS=--steps 3"],
+        env={name: value for name, value in os.environ.items() if name not in ours},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    words = done.stdout.split()
+    assert words[words.index("tools") + 1 :] == ["timeline", "a", "b", "--steps", "3"]
 
 
 # A real browser.
