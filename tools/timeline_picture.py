@@ -21,8 +21,8 @@ _PAGE, _BAND, _TEXT, _SOFT, _LINE = (
     "#59616f",
     "#d5dae2",
 )
-_STAGE = ("#2f6fb7", "#d9822b")
-_DEEP = ("#173f70", "#8a4a0b")
+_STAGE = ("#2f6fb7", "#b8640f")
+_DEEP = ("#173f70", "#6b3805")
 _PALE = ("#cfdff1", "#f7e0c8")
 
 
