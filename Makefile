@@ -4,8 +4,8 @@ DEVICE ?= cpu
 # exec: a signal to make reaches the server that `make serve` becomes.
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
-.PHONY: help status fetch apply build doctor serve serve-afd demo export check test \
-	test-fast test-faults test-each port port-test soak bench
+.PHONY: help status fetch apply build doctor serve serve-afd demo timeline export check \
+	test test-fast test-faults test-each port port-test soak bench
 
 help:
 	@$(TOOLS) --help
@@ -27,6 +27,9 @@ serve-afd:
 
 demo:
 	@$(TOOLS) demo $(if $(MODEL),--model "$(MODEL)") -- $(ARGS)
+
+timeline:
+	@$(TOOLS) timeline $(FILES) $(ARGS)
 
 .PHONY: pr report
 pr:

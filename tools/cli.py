@@ -22,6 +22,7 @@ VERBS = {
     "serve": "Serve a model with the patched vLLM (a tiny one unless told).",
     "serve-afd": "Serve one AFD role, attention or FFN, of a model.",
     "demo": "Run both AFD roles, compare with one vLLM, print what overlapped.",
+    "timeline": "Show what both AFD roles did, from their trace files.",
     "soak": "Send many random requests to both AFD roles and watch their memory.",
     "export": "Write the commits of build/vllm back into patches/ and overlay/.",
     "check": "Lint the series: round trip, ownership, metadata, upstream's rules.",

@@ -18,13 +18,14 @@ from typing import Any
 
 import click
 
-from tools import serve
+from tools import serve, timeline
 from tools.env import clean_environ, shell_line
 from tools.errors import WorkshopError
 from tools.layout import Layout
 from tools.process import die_with_parent, free_ports
 from tools.serve_afd import prepare, role_plan, with_tree
 from tools.supervise import kill_session, sigterm_interrupts
+from tools.trace import summarise
 from tools.ui import console, say, step
 
 START_TIMEOUT_S = 300
@@ -36,20 +37,16 @@ _TAIL = 25
 # So that equal means equal: sums in bf16 differ between batch sizes.
 _TINY_FLAGS = ("--dtype", "float32", "--seed", "0")
 
-NO_EFFICIENCY = (
-    "It needs the times of each layer's halves, measured on both roles; the demo "
-    "does not measure them."
-)
+NO_TRACE = "This vLLM writes no traces: the patch afd-trace is not in it."
 
-# What the attention role logs when it says goodbye.
-_AFD_LINE = re.compile(
-    r"AFD: (?P<steps>\d+) steps, (?P<split_steps>\d+) of them split, "
-    r"(?P<exchanges>\d+) exchanges of (?P<mib>[\d.]+) MiB in all, "
-    r"(?P<wait_s>[\d.]+) s of waiting, (?P<overlapped>\d+) answers"
-)
+# What the attention role counts; labels are summed up.
 _COUNTERS = {
     "steps": "vllm:dbo_steps_total",
     "split_steps": "vllm:dbo_split_steps_total",
+    "exchanges": "vllm:afd_exchanges_total",
+    "exchanges_overlapped": "vllm:afd_exchanges_overlapped_total",
+    "bytes": "vllm:afd_bytes_total",
+    "wait_s": "vllm:afd_step_wait_seconds_sum",
 }
 
 
@@ -234,7 +231,8 @@ def demo(
         WorkshopError: A server did not start, or a request failed.
     """
     folder = layout.build / "demo"
-    plans = _plans(layout, model, arguments, tree)
+    traces = _trace_folder(layout, folder, tree)
+    plans = _plans(layout, model, arguments, tree, traces)
     seconds: dict[str, float] = {}
 
     with _servers() as servers:
@@ -252,8 +250,8 @@ def demo(
         after = attention.counters()
         with _timed(seconds, "afd_stop", "Stopping both"):
             codes = {each.name: each.stop() for each in (attention, ffn)}
-        seen = _exchanged(attention)
-        seen |= {key: int(after[key] - before.get(key, 0)) for key in after}
+        seen = {key: after[key] - before.get(key, 0) for key in after}
+        seen = {k: v if k == "wait_s" else round(v) for k, v in seen.items()}
 
     with _servers() as servers:
         plan = plans["monolithic"]
@@ -268,22 +266,16 @@ def demo(
         for title, requests in ROUNDS
         if any(answers[each] != expected[each] for each in requests)
     ]
-    report = {
-        "format": 1,
+    report: dict[str, Any] = {
+        "format": 2,
         "version": version,
         "model": plans["attention"].model,
         "tokens_equal": not differing,
         "differing": differing,
         "requests": len(answers),
         "tokens": sum(map(len, answers.values())),
-        "steps": seen.get("steps"),
-        "split_steps": seen.get("split_steps"),
-        "exchanges": seen.get("exchanges"),
-        "exchanges_overlapped": seen.get("overlapped"),
-        "bytes": seen.get("bytes"),
-        "wait_s": seen.get("wait_s"),
-        "overlap_efficiency": None,
-        "overlap_efficiency_reason": NO_EFFICIENCY,
+        **{key: seen.get(key) for key in _COUNTERS},
+        **_timeline(layout, traces, folder),
         "exit_status": codes,
         "seconds": {key: round(value, 1) for key, value in seconds.items()},
         "commands": {
@@ -306,6 +298,8 @@ def problems(report: Mapping[str, Any]) -> list[str]:
         found.append("The attention role did not say how many steps were split.")
     elif not report["split_steps"]:
         found.append("No step was split in two.")
+    if early := report.get("received_early"):
+        found.append(f"{early} exchanges were received before they were sent.")
     found += [
         f"The {name} server had to be killed."
         for name, code in report["exit_status"].items()
@@ -352,8 +346,48 @@ def wait_healthy(servers: Sequence[Server], limit: float = START_TIMEOUT_S) -> N
         time.sleep(0.2)
 
 
+def _trace_folder(layout: Layout, folder: Path, tree: Path | None) -> Path | None:
+    """An empty folder for the traces of both roles; None if they write none."""
+    module = Path("vllm/distributed/afd_transfer/trace.py")
+    if not ((tree or layout.tree) / module).exists():
+        return None
+    traces = folder / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+    for old in traces.glob("*.jsonl"):
+        old.unlink()
+    return traces
+
+
+def _timeline(layout: Layout, traces: Path | None, folder: Path) -> dict[str, Any]:
+    """Make the timeline of what both roles traced, and say what it tells."""
+    if traces is None:
+        say(f"==> No timeline: {NO_TRACE}")
+        return {
+            "timeline": None,
+            "overlap_efficiency": None,
+            "overlap_efficiency_reason": NO_TRACE,
+        }
+    files = timeline.newest(traces)
+    session, outputs = timeline.make(layout, files, folder)
+    summary = summarise(session)
+    overlap = summary.overlap
+    return {
+        "traces": [layout.relative(path) for path in files],
+        "timeline": layout.relative(outputs.page),
+        "received_early": summary.early,
+        "both_compute": overlap and overlap.both / overlap.measured,
+        "schedule_efficiency": overlap and overlap.schedule_efficiency,
+        "overlap_efficiency": overlap and overlap.overlap_efficiency,
+        "overlap_efficiency_reason": timeline.describe_overlap(overlap)[-1],
+    }
+
+
 def _plans(
-    layout: Layout, model: str | None, arguments: Sequence[str], tree: Path | None
+    layout: Layout,
+    model: str | None,
+    arguments: Sequence[str],
+    tree: Path | None,
+    traces: Path | None = None,
 ) -> dict[str, serve.Plan]:
     """The three servers, on ports that are free."""
     given = serve.given_flags(arguments)
@@ -366,28 +400,12 @@ def _plans(
         arguments = (*_TINY_FLAGS, *arguments)
     ports = free_ports(4)
     plans = {
-        role: role_plan(layout, role, model, port, arguments, ports[3], tree)
+        role: role_plan(layout, role, model, port, arguments, ports[3], tree, traces)
         for role, port in zip(("ffn", "attention"), ports, strict=False)
     }
     defaults = [flag for flag in serve.DEFAULTS if "dbo" not in flag[0]]
     monolithic = serve.plan(layout, model, ports[2], arguments, defaults=defaults)
     return plans | {"monolithic": with_tree(monolithic, tree)}
-
-
-def _exchanged(attention: Server) -> dict[str, Any]:
-    """What the attention role says that it exchanged since it connected."""
-    lines = list(_AFD_LINE.finditer(attention.text()))
-    if not lines:
-        return {}
-    found = lines[-1].groupdict()
-    return {
-        "steps": int(found["steps"]),
-        "split_steps": int(found["split_steps"]),
-        "exchanges": int(found["exchanges"]),
-        "overlapped": int(found["overlapped"]),
-        "bytes": round(float(found["mib"]) * 2**20),
-        "wait_s": float(found["wait_s"]),
-    }
 
 
 def _show(report: Mapping[str, Any], answers: Mapping[Request, list[int]]) -> None:
@@ -414,7 +432,13 @@ def _show(report: Mapping[str, Any], answers: Mapping[Request, list[int]]) -> No
     facts.add_row("  answered when it looked", shown("exchanges_overlapped"))
     facts.add_row("sent and received", shown("bytes", " MiB", 2**20))
     facts.add_row("waited for the FFN role", shown("wait_s", " s"))
-    facts.add_row("overlap efficiency", "not measured")
+    for key, title in (
+        ("both_compute", "split steps: both roles compute"),
+        ("schedule_efficiency", "split steps: schedule efficiency"),
+        ("overlap_efficiency", "overlap_efficiency"),
+    ):
+        value = report.get(key)
+        facts.add_row(title, "not known" if value is None else f"{value:.0%}")
     console(stderr=False).print(facts)
 
 
@@ -472,7 +496,7 @@ def command(
     """Run both AFD roles on this machine and compare them with one vLLM.
 
     ARGUMENTS after `--` are passed to all three `vllm serve`. Writes
-    build/demo/report.json.
+    build/demo/report.json, the roles' traces and their timeline.
     """
     with sigterm_interrupts():
         prepare(layout, model, tree)

@@ -38,6 +38,7 @@ def role_plan(
     arguments: Sequence[str] = (),
     afd_port: int | None = None,
     tree: Path | None = None,
+    trace_dir: Path | None = None,
 ) -> serve.Plan:
     """Put the command of one role together; nothing is run.
 
@@ -47,10 +48,13 @@ def role_plan(
         arguments: Any flags of `vllm serve`, those of `--afd-config` among them.
         afd_port: Port on which the roles meet; vLLM's default unless given.
         tree: Another source tree of vLLM than the one that was built.
+        trace_dir: Folder for the role's trace; none is written unless given.
     """
     own: list[tuple[str, ...]] = [("--afd-config.afd_role", role)]
     if afd_port is not None:
         own.append(("--afd-config.afd_port", str(afd_port)))
+    if trace_dir is not None:
+        own.append(("--afd-config.trace_dir", str(trace_dir)))
     if given := serve.flag_value(arguments, "--afd-config"):
         _check_role(given, role)
         own = []

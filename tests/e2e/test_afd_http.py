@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +27,7 @@ from jobs import WORKLOADS, Jobs, expected
 from servers import DBO_FLAGS
 from workloads import FULL
 
+from tools import trace
 from tools.checkpoint import RECIPES
 from tools.layout import Layout
 
@@ -41,16 +45,20 @@ class Served:
         self.model = model
         self.layout = layout
         side = sides.patched(layout)
+        folder = layout.reports / "e2e" / "afd-http" / str(model)
+        self.traces = folder / "traces"
+        shutil.rmtree(self.traces, ignore_errors=True)
+        self.traces.mkdir(parents=True)
         # MLA has no chunked prefill on a CPU; the others get prompts in chunks.
         budget = 512 if model.mla else 64
         self.spec = Spec(
             side,
             model.folder(layout, side),
-            layout.reports / "e2e" / "afd-http" / str(model),
+            folder,
             options=("--max-model-len=512", f"--max-num-batched-tokens={budget}"),
             attention_options=DBO_FLAGS,
             # Not what these tests are about, and the machine may be busy.
-            config={"heartbeat_timeout_s": 60},
+            config={"heartbeat_timeout_s": 60, "trace_dir": str(self.traces)},
         )
         self.pair = AFDPair(self.spec)
 
@@ -277,17 +285,72 @@ def test_a_second_attention_role_is_refused(served: Served, jobs: Jobs) -> None:
 
 def counted(server: AFDServer) -> tuple[int, int, int]:
     """Steps, split steps and exchanges, which the attention role logs at its end."""
-    pattern = r"AFD: (\d+) steps, (\d+) of them split, (\d+) exchanges"
+    pattern = r"AFD, whole session: (\d+) steps, (\d+) of them split, (\d+) exchanges"
     steps, split, exchanges = re.findall(pattern, server.text())[-1]
     return int(steps), int(split), int(exchanges)
 
 
 def check_counted(server: AFDServer, model: Model, dbo: bool) -> None:
     steps, split, exchanges = counted(server)
-    config = RECIPES[model.name].config
-    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    assert exchanges == layers * (steps + split)
+    assert exchanges == number_of_layers(model) * (steps + split)
     assert (20 < split < steps) if dbo else (split == 0 and steps > 20)
+
+
+def number_of_layers(model: Model) -> int:
+    config = RECIPES[model.name].config
+    return config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+
+
+def check_traces(folder: Path, model: Model) -> None:
+    """What both roles did, in each session, with their own clocks and words."""
+    files = {
+        role: sorted(
+            map(trace.read, folder.glob(f"afd-{role}-*.jsonl")),
+            key=lambda each: each.header["monotonic_ns"],
+        )
+        for role in trace.ROLES
+    }
+    assert files["attention"]
+    for attention, ffn in zip(*files.values(), strict=True):
+        session = trace.join(attention, ffn)
+        assert session.notes == []
+        summary = trace.summarise(session)
+        steps = session.attention.steps
+        split = sum(len(step.rows) == 2 for step in steps)
+        assert [step.seq for step in session.ffn.steps] == [step.seq for step in steps]
+        assert summary.exchanges == number_of_layers(model) * (len(steps) + split)
+        assert summary.early == 0, "received before it was sent"
+        for step in steps:
+            check_order(session, step)
+        if split:
+            assert summary.overlap is not None
+            assert summary.overlap.both > 0, "the roles never computed at once"
+
+
+def check_order(session: trace.Session, step: trace.Step) -> None:
+    """Send stage 0, yield, send stage 1, yield, and so on, layer by layer."""
+    stages = range(len(step.rows))
+    order = [(layer, stage) for layer in range(len(session.layers)) for stage in stages]
+    for each in session.traces:
+        events = [event for event in each.events if event.seq == step.seq]
+        assert all(event.rows == step.rows[event.stage] for event in events)
+        sends = [event for event in events if event.name == "send"]
+        assert [(event.layer, event.stage) for event in sends] == order
+        yields = {
+            (event.layer, event.stage): event
+            for event in events
+            if event.name == "yield"
+        }
+        if each.role == "ffn" or len(stages) == 1:
+            assert not yields
+            continue
+        assert set(yields) == set(order)
+        for one, other in pairwise(sends):
+            # The next to send is the other stage, within this one's yield.
+            if one.layer == other.layer:
+                given = yields[one.layer, one.stage]
+                assert one.end <= given.begin <= other.begin
+                assert other.end <= given.end
 
 
 @only_one_model
@@ -310,3 +373,4 @@ def test_sigterm_ends_both_roles_and_leaves_nothing(served: Served) -> None:
         assert server.process.wait(60) == 0, server.process.tail()
         assert server.process.is_gone()
     check_counted(attention, served.model, dbo)
+    check_traces(served.traces, served.model)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traces import Maker
 
 from tools import checkpoint, demo, serve_afd
 from tools.errors import WorkshopError
@@ -65,10 +66,19 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(503 if spoil == "late" else 200, {})
         elif self.path == "/version":
             self.reply(200, {"version": "0.30.0+fake"})
-        elif spoil == "counters":
+        elif role == "attention" and spoil != "silent":
+            split = 0 if spoil == "unsplit" else steps // 2
+            labels = 'engine="0",model_name="a b"'
             self.reply(200, f"""# TYPE vllm:dbo_steps counter
-vllm:dbo_steps_total{{engine="0",model_name="a b"}} {100 + steps}.0
-vllm:dbo_split_steps_total{{engine="0",model_name="a b"}} {10 + steps // 2}.0
+vllm:dbo_steps_total{{{labels}}} {100 + steps}.0
+vllm:dbo_split_steps_total{{{labels}}} {10 + split}.0
+vllm:afd_exchanges_total{{{labels},split="true"}} {7 + 8 * split}.0
+vllm:afd_exchanges_total{{{labels},split="false"}} {9 + 4 * (steps - split)}.0
+vllm:afd_exchanges_overlapped_total{{{labels}}} {5 + split}.0
+vllm:afd_bytes_total{{direction="sent",{labels}}} {steps * 2.0**20}
+vllm:afd_bytes_total{{direction="received",{labels}}} {steps * 2.0**20}
+vllm:afd_step_wait_seconds_bucket{{{labels},le="0.1"}} 3.0
+vllm:afd_step_wait_seconds_sum{{{labels}}} {1.5 + steps / 4}
 """.encode())
         else:
             self.reply(200, b"")
@@ -107,11 +117,10 @@ def end(*_):
 
 signal.signal(signal.SIGTERM, end)
 server.serve_forever()
-if role == "attention" and spoil != "silent":
-    print("(Worker pid=1) INFO 11-29 10:00:00 [x.py:1] AFD: 50 steps, "
-          f"{0 if spoil == 'unsplit' else 20} of them split, 400 exchanges of "
-          "2.5 MiB in all, 0.75 s of waiting, 33 answers there when the other "
-          "microbatch handed back.", flush=True)
+if "--afd-config.trace_dir" in args and spoil != "traceless":
+    folder = Path(args[args.index("--afd-config.trace_dir") + 1])
+    trace = (root / "given" / f"{role}.jsonl").read_text()
+    (folder / f"afd-{role}-0-20261130-120000-1-1.jsonl").write_text(trace)
 '''
 
 
@@ -276,12 +285,15 @@ def test_it_compares_and_reports(
     assert report["tokens"] == sum(
         each.max_tokens for _, requests in demo.ROUNDS for each in requests
     )
-    assert (report["steps"], report["split_steps"]) == (50, 20)
-    assert (report["exchanges"], report["exchanges_overlapped"]) == (400, 33)
-    assert report["bytes"] == 2.5 * 2**20
-    assert report["wait_s"] == 0.75
+    steps, split = report["tokens"], report["tokens"] // 2
+    assert (report["steps"], report["split_steps"]) == (steps, split)
+    assert report["exchanges"] == 8 * split + 4 * (steps - split)
+    assert report["exchanges_overlapped"] == split
+    assert report["bytes"] == steps * 2**21
+    assert report["wait_s"] == steps / 4
+    assert report["timeline"] is None
     assert report["overlap_efficiency"] is None
-    assert report["overlap_efficiency_reason"]
+    assert report["overlap_efficiency_reason"] == demo.NO_TRACE
     assert report["version"] == "0.30.0+fake"
     assert report["exit_status"] == {"attention": 0, "ffn": 0}
     file = layout.build / "demo" / "report.json"
@@ -290,7 +302,7 @@ def test_it_compares_and_reports(
     out, err = capfd.readouterr()
     for title, _ in demo.ROUNDS:
         assert title in out
-    assert "2.5 MiB" in out
+    assert f"{steps * 2} MiB" in out
     for role in serve_afd.ROLES:
         assert report["commands"][role] in err.splitlines()
 
@@ -307,14 +319,55 @@ def test_it_compares_and_reports(
     assert not any("dbo" in word for word in seen["monolithic"] + seen["ffn"])
 
 
-def test_counters_of_the_server_go_first(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def traced(layout: Layout) -> Layout:
+    """A layout whose vLLM can trace."""
+    module = layout.tree / "vllm" / "distributed" / "afd_transfer" / "trace.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    maker = Maker(layout.root / "given")
+    for rows in ((3, 4), (3, 4), (7,)):
+        maker.step(*rows, slower=0 if len(rows) > 1 else 100_000)
+    maker.write()
+    return layout
+
+
+def test_the_timeline_is_left(
+    traced: Layout, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FAKE_ATTENTION", "counters")
-    report = run(layout)
-    assert report["steps"] == report["tokens"]
-    assert report["split_steps"] == report["steps"] // 2
-    assert report["exchanges"] == 400
+    folder = traced.build / "demo"
+    (folder / "traces").mkdir(parents=True)
+    old = folder / "traces" / "afd-ffn-0-20200101-000000-1-1.jsonl"
+    old.write_text("of the last demo\n")
+    report = run(traced)
+    assert demo.problems(report) == []
+    assert not old.exists()
+    assert report["traces"] == [
+        f"build/demo/traces/afd-{role}-0-20261130-120000-1-1.jsonl"
+        for role in serve_afd.ROLES
+    ]
+    assert report["timeline"] == "build/demo/timeline.html"
+    for name in ("timeline.html", "timeline.png", "timeline.perfetto.json"):
+        assert (folder / name).stat().st_size > 1000
+    for key in ("both_compute", "schedule_efficiency", "overlap_efficiency"):
+        assert 0 < report[key] < 1
+    assert "T_one_stage" in report["overlap_efficiency_reason"]
+    out, err = capfd.readouterr()
+    assert "build/demo/timeline.html" in err
+    assert f"{report['overlap_efficiency']:.0%}" in out
+    for role in serve_afd.ROLES:
+        args = started(traced, role)["args"]
+        assert flag_value(args, "--afd-config.trace-dir") == str(folder / "traces")
+    assert "trace" not in " ".join(started(traced, "monolithic")["args"])
+
+
+def test_a_missing_trace_is_an_error(
+    traced: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FFN", "traceless")
+    with pytest.raises(WorkshopError, match="no traces of both roles") as caught:
+        run(traced)
+    assert "afd-attention-0" in caught.value.why
 
 
 @pytest.mark.parametrize(
