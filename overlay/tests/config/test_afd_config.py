@@ -610,8 +610,10 @@ def test_platforms(
     fake = Platform()
     fake._enum = PlatformEnum[platform.upper()]
     monkeypatch.setattr("vllm.platforms.current_platform", fake)
-    own = {"afd_connector": "Mine", "afd_connector_module_path": "some.module"}
-    config = AFDConfig(afd_role=role, **(own if own_connector else {}))
+    own: dict[str, Any] = {}
+    if own_connector:
+        own = {"afd_connector": "Mine", "afd_connector_module_path": "some.module"}
+    config = AFDConfig(afd_role=role, **own)
     problems = _unsupported_platform(config)
     if message is None:
         assert problems == []

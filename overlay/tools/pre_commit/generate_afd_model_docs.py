@@ -56,6 +56,7 @@ class Facts:
         calls: Arguments of each call of FusedMoEFactory.
         makes_layers: Whether `make_layers` is called.
         transformers: Whether it is the Transformers modeling backend.
+
     """
 
     calls: list[dict[str, ast.expr]] = field(default_factory=list)
@@ -248,7 +249,7 @@ def page() -> str:
         "| --- | --- | --- | --- |",
     ]
     for architecture, gate, status, remark in rows():
-        lines.append(f"| `{architecture}` | {gate} | {status} | {remark} |")
+        lines.append(f"| `{architecture}` | {gate} | {status} | {remark or '-'} |")
     return "\n".join(lines) + "\n"
 
 

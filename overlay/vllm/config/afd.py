@@ -90,8 +90,7 @@ longer."""
         return self.afd_role == "ffn"
 
     def compute_hash(self) -> str:
-        """
-        WARNING: Whenever a new field is added to this config,
+        """WARNING: Whenever a new field is added to this config,
         ensure that it is included in the factors list if
         it affects the computation graph.
 
@@ -151,6 +150,7 @@ def apply_afd_config(vllm_config: "VllmConfig") -> None:
     Raises:
         ValueError: The config cannot run with AFD. Names every flag that is in the
             way, its value and what is supported.
+
     """
     afd_config = vllm_config.afd_config
     if afd_config is None:
@@ -264,7 +264,7 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
     if parallel_config.enable_elastic_ep:
         problems.append("elastic expert parallelism (--enable-elastic-ep)")
     backend = parallel_config.distributed_executor_backend
-    if backend not in (None, "mp", "uni"):
+    if backend is not None and backend not in ("mp", "uni"):
         name = backend if isinstance(backend, str) else backend.__qualname__
         problems.append(
             f"--distributed-executor-backend {name} (only mp and uni report that "

@@ -60,6 +60,7 @@ def check_moe_layer(
 
     Raises:
         ValueError: It is not; names the architecture, the layer and the reason.
+
     """
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import (
         ZeroExpertRouter,
@@ -235,6 +236,7 @@ def set_afd_exchange(vllm_config: "VllmConfig", exchange: AFDExchange | None) ->
             states `[rows, hidden_size]` and router logits `[rows, logits_size]` or
             None where the gate runs on the FFN role. Returns the layer's output
             `[rows, hidden_size]` in memory of its own. None uninstalls.
+
     """
     for runner in moe_runners(vllm_config):
         runner.afd_exchange = exchange
@@ -254,6 +256,7 @@ def run_ffn_layer(
 
     Returns:
         `[rows, hidden_size]` in memory that `hidden_states` does not share.
+
     """
     if hidden_states.shape[0] == 0:
         return torch.empty_like(hidden_states)

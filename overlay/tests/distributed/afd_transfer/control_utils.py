@@ -163,15 +163,15 @@ def session_with_process(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         server.settimeout(120)  # The first process imports vLLM.
-        pipe, childs_pipe = _processes.Pipe()
+        pipe, child_pipe = _processes.Pipe()
         stack.callback(pipe.close)
         child = _processes.Process(
             target=_child_peer,
-            args=(other_role(role), server.getsockname()[1], childs_pipe, kwargs),
+            args=(other_role(role), server.getsockname()[1], child_pipe, kwargs),
             daemon=True,
         )
         child.start()
-        childs_pipe.close()
+        child_pipe.close()
         stack.callback(child.join, TIMEOUT_S)
         stack.callback(child.kill)
         control = make_control(server.accept()[0], role, **kwargs)

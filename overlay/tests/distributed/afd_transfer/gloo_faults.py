@@ -138,6 +138,7 @@ def receive_part(peer: Peer) -> None:
 
     Raises:
         ArrivedWhole: It arrived as a whole before the peer was stopped.
+
     """
     connector = peer.connector
     connector.post_recv(transfer(ROWS))

@@ -345,6 +345,7 @@ def test_stopped_process_is_noticed_in_time(role):
         assert f"AFD {other_role(role)} peer (rank 0)" in str(error)
         assert "hung: no sign of life for heartbeat_timeout_s=0.4" in str(error)
         # When it goes on, it learns why the session is over.
+        assert child.pid is not None
         os.kill(child.pid, signal.SIGCONT)
         pipe.send("what happened?")
         assert pipe.poll(TIMEOUT_S)
@@ -359,7 +360,7 @@ def test_stopped_process_is_noticed_in_time(role):
 def test_the_reason_of_an_abort_travels(role):
     with session() as (attention, ffn):
         here, there = (attention, ffn) if role == "attention" else (ffn, attention)
-        called = []
+        called: list[AFDError] = []
         here.start(called.append)
         here.fail("ValueError: no such expert ü")
         error = failure_of(there)
@@ -490,7 +491,7 @@ def test_start_may_come_late():
 @repeat(30)
 def test_the_callback_comes_once_however_the_race_ends():
     with session() as (attention, ffn):
-        called = []
+        called: list[AFDError] = []
         failing = background(attention.fail, "reason")
         ffn.start(called.append)
         failing.result(TIMEOUT_S)
@@ -503,7 +504,7 @@ def test_the_callback_comes_once_if_start_is_called_while_the_session_fails(
     monkeypatch,
 ):
     with session() as (attention, ffn):
-        called = []
+        called: list[AFDError] = []
         # The failure is known, and has not been reported yet.
         monkeypatch.setattr(
             control_module.logger, "error", lambda *_: ffn.start(called.append)

@@ -311,6 +311,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(change, message):
         with pytest.raises(ValueError, match=message):
             ffn.post_recv(wrong)
         hidden_states, router_logits = make_input(LAYOUT, TRANSFER)
+        assert router_logits is not None
         for tensors in (
             (hidden_states[:4], router_logits),
             (hidden_states.float(), router_logits),

@@ -43,7 +43,7 @@ def make_config(
 
 def blob_exchanges() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
     """Two ends of what the control connection does for connectors."""
-    queues = queue.Queue(), queue.Queue()
+    queues: tuple[queue.Queue, queue.Queue] = queue.Queue(), queue.Queue()
 
     def end(mine: queue.Queue, theirs: queue.Queue) -> Callable[[bytes], bytes]:
         def exchange(data: bytes) -> bytes:

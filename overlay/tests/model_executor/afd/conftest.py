@@ -29,6 +29,7 @@ class Loaded:
 
     Attributes:
         names: Its parameters before they are processed for the kernels.
+
     """
 
     config: VllmConfig

@@ -326,6 +326,7 @@ def make_tiny_model(architecture: str, folder: Path, **overrides: Any) -> Path:
 
     Returns:
         The folder.
+
     """
     import torch
     import transformers

@@ -62,7 +62,7 @@ class Servers:
         self.port = free_port()
         self.ffns: list[AFDFFNModelRunner] = []
         self.attentions: list[AFDAttention] = []
-        self.compute: Callable[[int, torch.Tensor], None] = lambda layer, x: None
+        self.compute: Callable[[int, torch.Tensor], Any] = lambda layer, x: None
         layers = [
             AFDLayerInfo(
                 name=f"layers.{i}",
@@ -551,7 +551,9 @@ class BaseRunner:
         pass
 
     def execute_model(self, ubatches: list[int] | None = None, **kwargs: bool) -> str:
-        slices = ubatches and [SimpleNamespace(num_tokens=n) for n in ubatches]
+        slices = None
+        if ubatches is not None:
+            slices = [SimpleNamespace(num_tokens=n) for n in ubatches]
         batch = SimpleNamespace(num_tokens_after_padding=8)
         self.before_forward(batch, slices, **kwargs)  # type: ignore[attr-defined]
         if self.error is not None:
@@ -597,7 +599,9 @@ def test_model_runner_announces_its_batches(
         "set_afd_exchange",
         lambda config, exchange: installed.append(exchange),
     )
-    runner = Runner(None, torch.device("cpu"), lambda error: None)
+    runner = Runner(  # type: ignore[call-arg]
+        None, torch.device("cpu"), lambda error: None
+    )
     runner.load_model()
     assert installed == [afd.exchange]
 

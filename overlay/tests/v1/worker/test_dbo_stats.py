@@ -63,6 +63,7 @@ def _stats_of_step(
             allows a split. None for a single rank.
         capture_sizes: Sizes of the CUDA graphs for decodes.
         need_eager: Whether no CUDA graph may be used.
+
     """
     parallel_config = ParallelConfig(
         enable_dbo=True,
@@ -72,6 +73,7 @@ def _stats_of_step(
     )
 
     def all_reduce(votes: torch.Tensor, group: Any) -> None:
+        assert peer is not None
         peer_tokens, peer_decode, peer_allows = peer
         num_reqs = peer_tokens if peer_decode else 1
         tokens_per_req = peer_tokens // num_reqs

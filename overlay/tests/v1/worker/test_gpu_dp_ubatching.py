@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
 )
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_port
-from vllm.v1.worker.gpu import dp_utils, ubatch_utils
+from vllm.v1.worker.gpu import dp_utils, ubatch_utils, warmup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, maybe_build_ubatch_runner
 from vllm.v1.worker.gpu.warmup import warmup_ubatch_workspaces
@@ -396,6 +396,18 @@ def test_warmup_reaches_every_microbatch_workspace(
     assert runs == ([] if expected is None else [expected])
     assert parallel_config.dbo_decode_token_threshold == decode_threshold
     assert parallel_config.dbo_prefill_token_threshold == prefill_threshold
+
+
+def test_kernel_warmup_runs_in_inference_mode():
+    """As the steps that it stands for."""
+    modes: list[bool] = []
+    with patch.object(
+        warmup,
+        "_warmup_kernels",
+        lambda *args: modes.append(torch.is_inference_mode_enabled()),
+    ):
+        warmup.warmup_kernels(Mock(), Mock(), Mock())
+    assert modes == [True]
 
 
 class _PrepareFinalize:

@@ -334,7 +334,7 @@ def _dispatch_args(num_scheduled_tokens: dict[str, int], **kwargs: Any) -> dict:
         pytest.raises(_DispatchError),
     ):
         GPUModelRunner.execute_model(runner, scheduler_output, dummy_run=True, **kwargs)
-    return dispatch.call_args.kwargs
+    return dict(dispatch.call_args.kwargs)
 
 
 def test_profile_run_is_not_split():

@@ -124,7 +124,7 @@ def test_warns_of_a_model_that_never_hands_off(
 
     logger = Mock()
     monkeypatch.setattr(ubatch_utils, "logger", logger)
-    harness.model = model
+    harness.model = model  # type: ignore[assignment]
     harness.expected = torch.arange(2 * TOKENS_PER_UBATCH) * 11
     harness.check_next_step()
     assert logger.warning_once.called == (num_layers == 0)

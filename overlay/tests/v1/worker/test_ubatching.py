@@ -225,6 +225,7 @@ class Harness:
 
         Returns:
             What the step returned, or the exception it raised.
+
         """
         before = set(threading.enumerate())
         result: list[Any] = []
@@ -448,7 +449,7 @@ def test_exit_leaves_the_worker_loop(error_cls: type[BaseException]):
     outputs: list[Any] = []
     worker = SimpleNamespace(execute_model=Mock(side_effect=[ValueError(), error_cls]))
     proc: Any = SimpleNamespace(worker=worker, rank=0, handle_output=outputs.append)
-    request = ("execute_model", (), {}, 0)
+    request: tuple = ("execute_model", (), {}, 0)
     WorkerProc._execute_worker_rpc(proc, request)
     assert isinstance(outputs.pop(), ValueError)
     with pytest.raises(error_cls):

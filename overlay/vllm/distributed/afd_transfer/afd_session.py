@@ -32,6 +32,7 @@ def describe_server(vllm_config: VllmConfig, model: nn.Module) -> AFDHello:
 
     Raises:
         AFDError: What its layers need cannot be exchanged.
+
     """
     layers = describe_moe_layers(vllm_config, model)
     # One rank a role so far.
@@ -46,6 +47,7 @@ def make_layout(attention: AFDHello) -> AFDLayout:
 
     Raises:
         AFDError: The layers differ in what they need.
+
     """
     logits = {
         (layer.logits_size, layer.logits_dtype)
@@ -89,14 +91,17 @@ class AFDSession:
             control: Connection to the peer. The session owns it from here on.
             hello: What this instance told the peer.
             on_failure: Called once, from any thread, when the peer is lost.
+
         """
         config = vllm_config.afd_config
+        assert config is not None
         self.control = control
         self.peer = control.peer
         self.layers: list[AFDLayerInfo] = hello.layers
         self.peer_said_bye = False
         self._on_failure = on_failure
-        self.connector: AFDConnectorBase | None = None
+        # None only if it could not be created.
+        self.connector: AFDConnectorBase = None  # type: ignore[assignment]
         try:
             self.layout = make_layout(
                 hello if config.is_attention else control.peer_hello
@@ -153,6 +158,7 @@ class AFDSession:
 
         Args:
             reason: What the goodbye says, if there is something to say.
+
         """
         self.control.close(reason)
         if self.connector is not None:

@@ -140,6 +140,7 @@ class AFDControl:
             AFDHandshakeError: There was none within connect_timeout_s, or what is
                 there refused, or does not fit this server.
             ValueError: VLLM_AFD_SECRET is empty, or `hello` too large.
+
         """
         check_hello(hello)
         secret = get_secret()
@@ -223,6 +224,7 @@ class AFDControl:
                 attention also if it shut down. Not called for our own `fail`.
             on_bye: On FFN, called likewise when the peer has ended the session in
                 good order. It may be within a step.
+
         """
         with self._cond:
             self._on_failure, self._on_bye = on_failure, on_bye
@@ -244,6 +246,7 @@ class AFDControl:
         Raises:
             ValueError: `data` is too large.
             AFDError: The peer failed, left, or sent nothing in connect_timeout_s.
+
         """
         if len(data) > MAX_BLOB_SIZE:
             raise ValueError(
@@ -271,6 +274,7 @@ class AFDControl:
         Raises:
             ValueError: The step is not one that the peer would take.
             AFDError: The session has failed.
+
         """
         if problem := self._check_step(step):
             raise ValueError(f"AFD step {step}: {problem}")
@@ -287,6 +291,7 @@ class AFDControl:
         Raises:
             TimeoutError: There was none within `timeout_s`.
             AFDError: The session has failed. Steps not yet received are dropped.
+
         """
         with self._cond:
             if not self._cond.wait_for(lambda: self._steps or self._ended, timeout_s):

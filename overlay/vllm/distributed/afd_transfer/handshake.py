@@ -77,6 +77,7 @@ def make_hello(
         rank: Rank within the role, dp_rank * tp_size + tp_rank.
         model: Facts that are equal on both roles if they serve the same model.
         layers: The model's MoE layers, in the order in which a step runs them.
+
     """
     config = vllm_config.afd_config
     if config is None:
@@ -123,6 +124,7 @@ def compare_hellos(ours: AFDHello, theirs: AFDHello) -> list[str]:
     Returns:
         A text for each difference, with the field and both values. The same on both
         sides. Empty if there is none.
+
     """
     if ours.role == theirs.role:
         return [f"role: both are {ours.role}"]
@@ -183,6 +185,7 @@ def get_secret() -> bytes | None:
 
     Raises:
         ValueError: It is empty, which protects nothing.
+
     """
     secret = envs.VLLM_AFD_SECRET
     if secret is None:
@@ -224,6 +227,7 @@ def expect(
     Raises:
         AFDHandshakeError: The peer refused.
         AFDProtocolError, OSError, EOFError: See `AFDChannel.recv`.
+
     """
     types = (message_type, AFDRefused) if may_refuse else (message_type,)
     message: AFDMessage = channel.recv(*types, timeout_s=deadline - time.monotonic())
@@ -246,6 +250,7 @@ def authenticate(
     Raises:
         AFDHandshakeError: The peer is not one to talk to. Says why.
         AFDProtocolError, OSError, EOFError: See `AFDChannel.recv`.
+
     """
 
     def send(message: AFDMessage) -> None:

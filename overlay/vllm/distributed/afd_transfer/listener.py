@@ -52,6 +52,7 @@ class AFDListener:
 
     Raises:
         ValueError: It is not possible to listen on afd_host and afd_port.
+
     """
 
     _MAX_HANDSHAKES = 16
@@ -145,6 +146,7 @@ class AFDListener:
         Raises:
             AFDHandshakeError: There was none within `timeout_s`.
             AFDError: The session from the last call goes on.
+
         """
         check_hello(hello)
         self.listen()
@@ -327,6 +329,7 @@ class AFDListener:
 
         Returns:
             What to say, or why the peer has to be refused.
+
         """
         with self._cond:
             while True:

@@ -49,11 +49,11 @@ _Role = Literal["attention", "ffn"]
 
 class AFDMessage(
     msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True
-):
+):  # type: ignore[call-arg]
     """Base of all messages. The class name is the tag."""
 
 
-class AFDChallenge(AFDMessage, frozen=True, kw_only=True):
+class AFDChallenge(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """The first message in each direction. Its layout never changes, so that peers
     of different protocol versions can say so."""
 
@@ -64,25 +64,25 @@ class AFDChallenge(AFDMessage, frozen=True, kw_only=True):
     has_secret: bool
 
 
-class AFDProof(AFDMessage, frozen=True, kw_only=True):
+class AFDProof(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """Shows that the sender knows the secret, without showing the secret."""
 
     mac: Annotated[bytes, Meta(min_length=MAC_SIZE, max_length=MAC_SIZE)]
 
 
-class AFDRefused(AFDMessage, frozen=True, kw_only=True):
+class AFDRefused(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """The last message of a handshake that failed."""
 
     reason: _Reason
 
 
-class AFDReady(AFDMessage, frozen=True, kw_only=True):
+class AFDReady(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """Attention's last word in a handshake: the session begins."""
 
 
 class AFDLayerInfo(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
-):
+):  # type: ignore[call-arg]
     """One MoE layer, in the order in which a step runs them."""
 
     name: _Name
@@ -92,7 +92,7 @@ class AFDLayerInfo(
     logits_dtype: _Name = ""
 
 
-class AFDHello(AFDMessage, frozen=True, kw_only=True):
+class AFDHello(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """What a role runs. Both have to agree, see `compare_hellos`."""
 
     vllm_version: _Name
@@ -113,7 +113,7 @@ class AFDHello(AFDMessage, frozen=True, kw_only=True):
     connector: _Name
 
 
-class AFDStep(AFDMessage, frozen=True, kw_only=True):
+class AFDStep(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """Attention is about to run the model: FFN serves every MoE layer once."""
 
     seq: _Count
@@ -124,23 +124,23 @@ class AFDStep(AFDMessage, frozen=True, kw_only=True):
     graph_key: _Name | None = None
 
 
-class AFDBlob(AFDMessage, frozen=True, kw_only=True):
+class AFDBlob(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """Opaque bytes of the connector, while it connects."""
 
     data: Annotated[bytes, Meta(max_length=MAX_BLOB_SIZE)]
 
 
-class AFDHeartbeat(AFDMessage, frozen=True, kw_only=True):
+class AFDHeartbeat(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """Sign of life."""
 
 
-class AFDAbort(AFDMessage, frozen=True, kw_only=True):
+class AFDAbort(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """The sender cannot go on."""
 
     reason: _Reason
 
 
-class AFDBye(AFDMessage, frozen=True, kw_only=True):
+class AFDBye(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """The sender ends the session in good order."""
 
     reason: _Reason | None = None
@@ -190,6 +190,7 @@ def encode(message: AFDMessage) -> bytes:
 
     Raises:
         ValueError: The message is larger than the peer would take.
+
     """
     payload = msgspec.msgpack.encode(message)
     limit = _MAX_SIZE[type(message)]
@@ -216,9 +217,10 @@ def decode(payload: bytes | bytearray, *types: type[_M]) -> _M:
 
     Raises:
         AFDProtocolError: It is none, or its size is not allowed.
+
     """
     try:
-        message = _decoder(*types).decode(payload)
+        message = _decoder(*types).decode(payload)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as e:
         # The text of the error may quote the payload.
         raise AFDProtocolError(
@@ -254,6 +256,7 @@ class AFDChannel:
             TimeoutError: It could not be sent in time. If a part of it was, nothing
                 can be sent any more.
             OSError: The connection is broken, or was shut down.
+
         """
         view = memoryview(encode(message))
         deadline = time.monotonic() + timeout_s
@@ -283,6 +286,7 @@ class AFDChannel:
             TimeoutError: It was not complete in time.
             EOFError: The peer has closed the connection, after a whole message.
             OSError: The connection is broken, also in the middle of a message.
+
         """
         deadline = time.monotonic() + timeout_s
         header = self._recv_exactly(HEADER_SIZE, deadline, may_end=True)

@@ -59,6 +59,7 @@ class _Construction:
         device: Where its parameters go.
         layers: MoE layers so far.
         dropped: Names of the parameters that each placeholder stands for.
+
     """
 
     device: torch.device
@@ -92,6 +93,7 @@ def build_role_model(
 
     Raises:
         ValueError: AFD cannot cut the model.
+
     """
     global _construction
     assert vllm_config.afd_config is not None
@@ -265,6 +267,7 @@ def load_role_weights(
 
     Raises:
         ValueError: The checkpoint lacks a weight that this role needs.
+
     """
     seen = set[str]()
 
@@ -330,7 +333,7 @@ def _missing_parameters(model: nn.Module, loaded: set[str]) -> list[str]:
 
 def _missing_shards(model: nn.Module, loaded: set[str], seen: set[str]) -> list[str]:
     """Weights of which another part of a fused parameter was loaded."""
-    missing = []
+    missing: list[str] = []
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         for name in seen:
             for part in parts:

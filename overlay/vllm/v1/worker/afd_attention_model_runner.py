@@ -96,7 +96,9 @@ class AFDAttention:
 
         Raises:
             AFDError: It did not come in time, or does not fit to this instance.
+
         """
+        assert vllm_config.afd_config is not None
         hello = describe_server(vllm_config, model)
         control = AFDControl.connect(vllm_config.afd_config, hello)
         return cls(AFDSession(vllm_config, control, hello, on_failure))
@@ -107,6 +109,7 @@ class AFDAttention:
         Args:
             kind: See `AFDStep`.
             stage_tokens: Rows of each stage.
+
         """
         self.session.control.check()
         self._seq += 1
@@ -130,6 +133,7 @@ class AFDAttention:
 
         Returns:
             Its output, of the shape of `hidden_states`, in memory of its own.
+
         """
         step = self._step
         if step is None:
@@ -172,6 +176,7 @@ class AFDAttention:
 
         Raises:
             AFDError: It has not run every MoE layer, so the peer waits for more.
+
         """
         step, self._step = self._step, None
         if step is None:
@@ -228,18 +233,21 @@ class AFDAttention:
 class AFDAttentionMixin:
     """Makes a Model Runner V2 that of the attention role."""
 
+    vllm_config: VllmConfig
+    model: nn.Module
+
     def __init__(
         self,
         vllm_config: VllmConfig,
         device: torch.device,
         on_failure: Callable[[Exception], None],
     ):
-        super().__init__(vllm_config, device)
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self.afd: AFDAttention | None = None
         self._on_afd_failure = on_failure
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
         # The peer has to be there from the first dummy run on.
         self.afd = AFDAttention.connect(
             self.vllm_config, self.model, self._on_afd_failure
@@ -258,11 +266,13 @@ class AFDAttentionMixin:
         else:
             stage_tokens = [s.num_tokens for s in ubatch_slices]
         kind = "profile" if is_profile else "warmup" if dummy_run else "eager"
+        assert self.afd is not None
         self.afd.begin_step(kind, stage_tokens)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.afd is not None
         try:
-            output = super().execute_model(*args, **kwargs)
+            output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException as e:
             self.afd.abort_step(e)
             raise
@@ -280,7 +290,7 @@ class AFDAttentionMixin:
             set_afd_exchange(self.vllm_config, None)
             self.afd.close()
             self.afd = None
-        super().shutdown()
+        super().shutdown()  # type: ignore[misc]
 
 
 class AFDAttentionModelRunner(AFDAttentionMixin, ModelRunner):

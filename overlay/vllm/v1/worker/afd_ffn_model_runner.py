@@ -49,7 +49,9 @@ class AFDFFNModelRunner:
             vllm_config: The config of this instance.
             device: Where the weights go.
             on_failure: Called, from the serving thread, with why it has ended.
+
         """
+        assert vllm_config.afd_config is not None
         self.vllm_config = vllm_config
         self.afd_config = vllm_config.afd_config
         self.device = device
@@ -60,7 +62,6 @@ class AFDFFNModelRunner:
         self._on_failure = on_failure
         self._listener = AFDListener(self.afd_config)
         self._stop = threading.Event()
-        self._hello: AFDHello | None = None
         self._runners: list[MoERunner] = []
         self._control: AFDControl | None = None
         self._session: AFDSession | None = None
@@ -116,11 +117,11 @@ class AFDFFNModelRunner:
     def start_serving(self) -> None:
         """Listen for an attention server and serve it, until `shutdown`."""
         # Built here, where it fails the start.
-        self._hello = describe_server(self.vllm_config, self.model)
+        hello = describe_server(self.vllm_config, self.model)
         self._runners = moe_runners(self.vllm_config)
         self._listener.listen()
         self._thread = threading.Thread(
-            target=self._serve, daemon=True, name="AFDFFNLoop"
+            target=self._serve, args=(hello,), daemon=True, name="AFDFFNLoop"
         )
         self._thread.start()
 
@@ -142,13 +143,13 @@ class AFDFFNModelRunner:
 
     # The serving thread.
 
-    def _serve(self) -> None:
+    def _serve(self, hello: AFDHello) -> None:
         try:
             if self.device.type != "cpu":
                 torch.accelerator.set_device_index(self.device)
             with torch.inference_mode():
                 while not self._stop.is_set():
-                    self._serve_one()
+                    self._serve_one(hello)
         except Exception as e:
             if self._stop.is_set():
                 logger.debug("The serving thread was stopped: %s", e)
@@ -159,20 +160,21 @@ class AFDFFNModelRunner:
         finally:
             self._listener.close()
 
-    def _serve_one(self) -> None:
+    def _serve_one(self, hello: AFDHello) -> None:
         """Serve one attention server, from its hello to its goodbye.
 
         Raises:
             AFDError: None came in time, or the one that came was lost.
+
         """
         control = self._listener.accept(
-            self._hello, self.afd_config.connect_timeout_s, self._stop
+            hello, self.afd_config.connect_timeout_s, self._stop
         )
         if control is None:
             return
         # For shutdown(), which may come at any time.
         self._control = control
-        session = AFDSession(self.vllm_config, control, self._hello, self._on_failure)
+        session = AFDSession(self.vllm_config, control, hello, self._on_failure)
         self._session = session
         try:
             if self._stop.is_set():

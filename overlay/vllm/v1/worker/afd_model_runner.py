@@ -14,6 +14,7 @@ def make_afd_model_runner(worker: "WorkerBase") -> Any:
     It reports the loss of the other role as a failure of the worker.
     """
     vllm_config = worker.vllm_config
+    assert vllm_config.afd_config is not None
     if vllm_config.afd_config.is_ffn:
         from vllm.v1.worker.afd_ffn_model_runner import AFDFFNModelRunner
 

@@ -54,6 +54,7 @@ class AFDLayout:
 
     Raises:
         ValueError: A value is out of range.
+
     """
 
     max_tokens: int
@@ -118,6 +119,7 @@ class AFDTransfer:
 
         Raises:
             ValueError: It does not; names the field, its value and the range.
+
         """
         for name, value, low, high in (
             ("seq", self.seq, 0, 2**64 - 1),
@@ -154,6 +156,7 @@ class AFDRecvHandle(ABC):
 
         Raises:
             AFDError: The session failed, or `step_timeout_s` has passed.
+
         """
 
 
@@ -166,6 +169,7 @@ class AFDConnectorBase(ABC):
         layout: What an exchange can carry. Nothing larger is ever transferred, so
             connect() can allocate all buffers.
         peer: Describes the peer in messages: its role, rank and address.
+
     """
 
     def __init__(
@@ -205,6 +209,7 @@ class AFDConnectorBase(ABC):
 
         Raises:
             AFDError: It failed; names the peer.
+
         """
 
     @abstractmethod
@@ -227,6 +232,7 @@ class AFDConnectorBase(ABC):
         Raises:
             ValueError: An argument does not fit the layout; nothing was sent.
             AFDError: The session has failed.
+
         """
 
     @abstractmethod
@@ -240,6 +246,7 @@ class AFDConnectorBase(ABC):
         Raises:
             ValueError: The transfer does not fit the layout.
             AFDError: The session has failed, or the stage still expects a transfer.
+
         """
 
     @abstractmethod
@@ -261,6 +268,7 @@ class AFDConnectorBase(ABC):
         Raises:
             AFDError: The session failed, `recv_limit` has passed, or something else
                 than `transfer` arrived.
+
         """
 
     @abstractmethod
@@ -275,6 +283,7 @@ class AFDConnectorBase(ABC):
         Raises:
             ValueError: The output does not fit the transfer; nothing was sent.
             AFDError: The session has failed.
+
         """
 
     @abstractmethod

@@ -56,6 +56,7 @@ class AFDConnectorFactory:
 
         Raises:
             ValueError: There is no such connector; names the field.
+
         """
         name = afd_config.afd_connector
         module_path = afd_config.afd_connector_module_path

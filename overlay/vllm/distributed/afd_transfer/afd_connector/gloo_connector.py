@@ -65,7 +65,7 @@ _CLOSE_TIMEOUT = datetime.timedelta(seconds=1)
 _CAUSE_GRACE_S = 0.25
 
 
-class _Rendezvous(msgspec.Struct, forbid_unknown_fields=True):
+class _Rendezvous(msgspec.Struct, forbid_unknown_fields=True):  # type: ignore[call-arg]
     """What the two connectors tell one another in connect()."""
 
     session: int

@@ -76,6 +76,7 @@ class HostFrameSlot:
     Raises:
         ValueError: A dtype of the layout is not supported, or the buffer does not
             fit.
+
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class HostFrameSlot:
         Raises:
             ValueError: The transfer does not fit the layout, or a tensor does not
                 fit the transfer. The slot is unchanged.
+
         """
         transfer.check(self.layout)
         self._set_shape(transfer)
@@ -204,6 +206,7 @@ class HostFrameSlot:
 
         Raises:
             ValueError: The transfer does not fit the layout.
+
         """
         transfer.check(self.layout)
         self._set_shape(transfer)
@@ -229,6 +232,7 @@ class HostFrameSlot:
 
         Raises:
             AFDFrameError: The frame is not of this transfer, or not complete.
+
         """
         expected = self._header(transfer)
         header = bytes(self._bytes[: _HEADER.size])

@@ -72,6 +72,7 @@ class AFDRemoteMoERunner(MoERunner):
         afd_gate_on_ffn: Whether the FFN role computes the router logits.
         afd_exchange: Calls the FFN role, see `set_afd_exchange`.
         afd_moved: Modules that only the FFN role runs, until they are pruned.
+
     """
 
     afd_exchange: AFDExchange | None = None
@@ -86,7 +87,9 @@ class AFDRemoteMoERunner(MoERunner):
         **kwargs: Any,
     ) -> None:
         vllm_config = get_current_vllm_config()
-        super().__init__(*args, routed_experts=routed_experts, **kwargs)
+        super().__init__(  # type: ignore[misc]
+            *args, routed_experts=routed_experts, **kwargs
+        )
         check_moe_layer(vllm_config, self, gate, shared_expert_gate)
         self.afd_vllm_config = vllm_config
         # As described to the FFN role; known once the layer is complete.
@@ -185,6 +188,7 @@ def select_moe_classes(
     Raises:
         ValueError: The model brings a runner of its own, which need not be a
             function of hidden states and router logits.
+
     """
     vllm_config = get_current_vllm_config()
     assert vllm_config.afd_config is not None
