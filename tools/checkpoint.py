@@ -85,6 +85,21 @@ RECIPES = {
             "norm_topk_prob": True,
         },
     ),
+    # Most of it are experts: 384 MiB in fp32.
+    "bulky-qwen3-moe": Recipe(
+        "Qwen3Moe",
+        _COMMON
+        | {
+            "intermediate_size": 512,
+            "moe_intermediate_size": 2048,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+        },
+    ),
     "tiny-mixtral": Recipe(
         "Mixtral",
         _COMMON
