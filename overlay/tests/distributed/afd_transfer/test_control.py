@@ -261,12 +261,27 @@ def test_a_silent_peer_has_hung(role):
         assert 0.2 < time.monotonic() - start < 10
         assert "hung: no sign of life for heartbeat_timeout_s=0.3" in str(error)
         # It reads this when it goes on.
-        while not isinstance(
-            message := raw.channel.recv(AFDHeartbeat, AFDAbort, timeout_s=TIMEOUT_S),
-            AFDAbort,
-        ):
-            pass
-        assert "gave the peer up: it hung" in message.reason
+        assert "gave the peer up: it hung" in read_abort(raw).reason
+
+
+def read_abort(raw: RawPeer) -> AFDAbort:
+    while not isinstance(
+        message := raw.channel.recv(AFDHeartbeat, AFDAbort, timeout_s=TIMEOUT_S),
+        AFDAbort,
+    ):
+        pass
+    return message
+
+
+@both_roles
+def test_a_heartbeat_on_its_way_does_not_keep_the_reason_back(role):
+    with session_with_raw_peer(role, heartbeat_timeout_s=0.3) as (control, raw):
+        with control._channel._send_lock:
+            wait_until(lambda: control.error is not None, "the failure")
+            # Now the reason is to be sent.
+            time.sleep(0.1)
+        assert "gave the peer up: it hung" in read_abort(raw).reason
+        failure_of(control)
 
 
 def test_dribbling_is_no_sign_of_life():

@@ -400,7 +400,7 @@ class AFDControl:
         if tell:
             # It may only have been stopped, and read this when it goes on.
             reason = f"this {self._hello.role} server gave the peer up: it {what}"
-            self._send_last(AFDAbort(reason=clean_text(reason)), 0)
+            self._send_last(AFDAbort(reason=clean_text(reason)), _LINGER_S)
         self._channel.end_sending()  # Wakes who is still sending.
         self._report_failure()
 
