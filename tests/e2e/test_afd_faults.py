@@ -496,6 +496,27 @@ def test_sigterm_of_ffn(pair: AFDPair, phase: str) -> None:
     traces.check_gone()
 
 
+@thorough
+@pytest.mark.parametrize("role", ROLES)
+def test_sigterm_while_loading(
+    spec: Spec, role: str, request: pytest.FixtureRequest
+) -> None:
+    """Wherever it is by then: nobody else is there."""
+    spec = replace(spec, folder=spec.folder / file_name(request))
+    # At once, then when it has begun to load, then when it waits for the peer.
+    for number, seconds in enumerate((0, 5, 20)):
+        server = AFDServer(spec, role, log_name=f"{role}-{number}")
+        try:
+            wait_worker(server)
+            time.sleep(seconds)
+            traces = Traces.of(server)
+            server.process.popen.terminate()
+            assert server.process.wait(END_S) is not None, server.process.tail()
+            traces.check_gone()
+        finally:
+            server.kill()
+
+
 def check_no_complaint(server: AFDServer) -> None:
     # Not just "ERROR": vLLM reports one if its engine does not end in time.
     assert not re.search("ERROR .*AFD", server.text())

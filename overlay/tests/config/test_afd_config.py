@@ -122,6 +122,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"afd_connector": None}, r"afd_connector\n.*valid string"),
     ({"gate_placement": "both"}, r"gate_placement\n.*'auto', 'ffn' or 'attention'.*"),
     ({"num_ffn_ranks": 0}, r"num_ffn_ranks\n.*greater than or equal to 1"),
+    ({"num_ffn_ranks": -1}, r"num_ffn_ranks\n.*greater than or equal to 1"),
     ({"num_attention_ranks": 0}, r"num_attention_ranks\n.*greater than or equal to 1"),
     (
         {"num_attention_ranks": 1, "num_ffn_ranks": 2},
@@ -160,6 +161,7 @@ def test_bad_field_is_named(fields: dict[str, Any], message: str):
     [
         {},
         {"afd_host": "::1", "afd_port": 65535},
+        {"num_attention_ranks": 2, "num_ffn_ranks": 1},
         {"num_attention_ranks": 4, "num_ffn_ranks": 2},
         {"num_attention_ranks": 2, "num_ffn_ranks": 2},
         {"gate_placement": "attention", "connect_timeout_s": 0.5},

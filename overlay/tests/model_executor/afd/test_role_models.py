@@ -31,6 +31,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -271,6 +272,7 @@ def test_without_afd_nothing_of_it_is_used(roles, tiny_model):
         del sys.modules[name]
     whole = load(tiny_model("Qwen3MoeForCausalLM"), None)
     assert not any("afd_moe_runner" in name for name in sys.modules)
+    assert type(whole.model) is Qwen3MoeForCausalLM
     assert not hasattr(whole.model, "afd_layers")
     runners = [m for m in whole.model.modules() if isinstance(m, MoERunner)]
     assert {type(runner) for runner in runners} == {MoERunner}

@@ -593,7 +593,10 @@ def test_model_runner_announces_its_batches(
         close=lambda: calls.append(("close",)),
     )
     installed: list[Any] = []
-    monkeypatch.setattr(AFDAttention, "connect", lambda *args: afd)
+    connected: list[tuple] = []
+    monkeypatch.setattr(
+        AFDAttention, "connect", lambda *args: connected.append(args) or afd
+    )
     monkeypatch.setattr(
         afd_attention_model_runner,
         "set_afd_exchange",
@@ -602,7 +605,10 @@ def test_model_runner_announces_its_batches(
     runner = Runner(  # type: ignore[call-arg]
         None, torch.device("cpu"), lambda error: None
     )
+    # The peer, which may be slow to load, is not waited for before this one loads.
+    assert not connected
     runner.load_model()
+    assert len(connected) == 1
     assert installed == [afd.exchange]
 
     dummy_run, is_profile = flags
