@@ -6,12 +6,16 @@ import os
 import sys
 
 
+# Types of fields of vLLM's own config and statistics: data, and no more.
+_DATA = {"vllm.config.afd", "vllm.v1.metrics.afd"}
+
+
 def afd_modules() -> list[str]:
-    """Modules of AFD in this process; its config is one of vLLM's configs."""
+    """Modules of AFD in this process, without those that only hold data."""
     return sorted(
         name
-        for name in sys.modules
-        if name.startswith("vllm.") and "afd" in name and name != "vllm.config.afd"
+        for name in sys.modules.keys() - _DATA
+        if name.startswith("vllm.") and "afd" in name
     )
 
 
