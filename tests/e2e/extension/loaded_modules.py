@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-
 # Types of fields of vLLM's own config and statistics: data, and no more.
 _DATA = {"vllm.config.afd", "vllm.v1.metrics.afd"}
 
