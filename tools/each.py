@@ -28,11 +28,10 @@ from tools.pin import load_pin
 from tools.series import Patch, Series, assemble, load_series
 from tools.state import base_commit
 from tools.supervise import supervise
-from tools.test import link_compiled, upstream_task
+from tools.test import link_compiled, problem_of, upstream_task
 from tools.ui import say
 
 _IMPORT_S = 600
-_NO_TESTS = 5
 # Python takes bytecode by the second of its source.
 _SETTLE_S = 1
 # A module may need a package of another device. One of vLLM's own is never missing.
@@ -155,23 +154,22 @@ class Trials:
 
     def applies(self, names: Sequence[str]) -> str | None:
         """Why a set of patches does not apply, None if it does."""
-        patches = [self.series[slug] for slug in names]
         try:
-            assemble(self.git, self.base, patches, self.layout.overlay)
+            self._commits(names)
         except WorkshopError as error:
-            return f"{error.what} {error.why}".strip()
+            return _reason(error)
         return None
+
+    def _commits(self, names: Sequence[str]) -> dict[str, str]:
+        patches = [self.series[slug] for slug in names]
+        return assemble(self.git, self.base, patches, self.layout.overlay)
 
     def _run(self, names: Sequence[str], patch: Patch) -> tuple[Verdict, bool]:
         """The verdict, and whether another run would give the same."""
-        if (problem := self.applies(names)) is not None:
-            return Verdict(False, "apply", problem), True
-        commits = assemble(
-            self.git,
-            self.base,
-            [self.series[slug] for slug in names],
-            self.layout.overlay,
-        )
+        try:
+            commits = self._commits(names)
+        except WorkshopError as error:
+            return Verdict(False, "apply", _reason(error)), True
         tree = self._write(list(commits.values())[-1])
         log = self.layout.reports / f"each-{patch.slug}.log"
         log.unlink(missing_ok=True)
@@ -183,12 +181,9 @@ class Trials:
             if done.code:
                 return Verdict(False, "import", _tail(log)), not done.timed_out
         done = supervise(task.command, log, task.timeout, tree, task.env)
-        if done.code == 0:
+        if not (problem := problem_of(task, done)):
             return Verdict(True), True
-        why = "found no test" if done.code == _NO_TESTS else f"exit status {done.code}"
-        if done.timed_out:
-            why = f"took longer than {task.timeout:.0f} s"
-        why = f"{why}: {_tail(log)}; {self.layout.relative(log)}"
+        why = f"{problem}: {_tail(log)}; {self.layout.relative(log)}"
         return Verdict(False, "tests", why), not done.timed_out
 
     def _modules(self, commit: str) -> list[str]:
@@ -222,6 +217,10 @@ class Trials:
         work("read-tree", "--reset", "-u", commit)
         link_compiled(self.layout.tree / "vllm", tree / "vllm")
         return tree
+
+
+def _reason(error: WorkshopError) -> str:
+    return f"{error.what} {error.why}".strip()
 
 
 def _load(file: Path) -> dict[str, dict[str, object]]:

@@ -239,7 +239,7 @@ def _apply(
         return None
     git = ground.git
     git("read-tree", tip)
-    if _has_hunks(patch.mail) and not git.ok(
+    if has_hunks(patch.mail) and not git.ok(
         "apply", "--cached", "--whitespace=nowarn", str(patch.mail)
     ):
         return None
@@ -247,7 +247,8 @@ def _apply(
     return git("write-tree")
 
 
-def _has_hunks(mail: Path) -> bool:
+def has_hunks(mail: Path) -> bool:
+    """Whether a mail changes files of the tree, beside bringing new ones."""
     return b"\ndiff --git " in mail.read_bytes()
 
 
@@ -368,7 +369,7 @@ def _overridden(
     git = ground.git
     git("read-tree", tip)
     add_overlay(git, patch, ground.overlay)
-    if _has_hunks(override):
+    if has_hunks(override):
         code, _, error = git.attempt(
             "apply", "--cached", "--whitespace=nowarn", str(override)
         )

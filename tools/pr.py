@@ -32,6 +32,7 @@ from tools.git import Git, GitError, borrowing, changed_files
 from tools.layout import Layout
 from tools.lock import hold
 from tools.pin import Pin, load_pin
+from tools.port_merge import has_hunks
 from tools.pr_checklist import (
     FAIL,
     HUMAN,
@@ -48,6 +49,7 @@ from tools.series import (
     FORMAT_PATCH,
     Patch,
     Series,
+    add_overlay,
     assemble,
     commit_tree,
     load_series,
@@ -293,10 +295,10 @@ def _mails(layout: Layout, patch: Patch, base: Base) -> list[Path]:
     `make port` keeps one for a release that the patch's own does not fit. Upstream's
     main is nearest to the newest release.
     """
-    ports = layout.patches / "ports"
     if base.version:
-        kept = [ports / base.version / f"{patch.slug}.patch"]
-        return [mail for mail in kept if mail.is_file()] or [patch.mail]
+        kept = layout.port_overrides(base.version) / f"{patch.slug}.patch"
+        return [kept if kept.is_file() else patch.mail]
+    ports = layout.patches / "ports"
     return [*sorted(ports.glob(f"*/{patch.slug}.patch"), reverse=True), patch.mail]
 
 
@@ -334,17 +336,9 @@ def _put_kept(layout: Layout, git: Git, tip: str, patch: Patch) -> str:
 
     New files that upstream has by now are left to the hunks.
     """
-    free = tuple(
-        name for name in patch.meta.overlay if git.resolve(f"{tip}:{name}") is None
-    )
-    data = patch.mail.read_bytes()
-    head, hunks, _ = data.partition(b"\ndiff --git ")
-    message = Path(git.env["GIT_INDEX_FILE"]).with_name(f"{patch.slug}.message")
-    message.write_bytes(head + b"\n")
-    bare = replace(patch, mail=message, meta=replace(patch.meta, overlay=free))
-    start = assemble(git, tip, [bare], layout.overlay)[patch.slug]
-    git("read-tree", start)
-    if hunks:
+    git("read-tree", tip)
+    add_overlay(git, patch, layout.overlay)
+    if has_hunks(patch.mail):
         git("apply", "--cached", "--whitespace=nowarn", str(patch.mail))
     return commit_tree(git, git("write-tree"), tip, read_mail(git, patch.mail))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,10 +10,12 @@ from pathlib import Path
 import click
 
 from tools.check import Problem, check, paths_in, product_lines_of
+from tools.errors import WorkshopError
 from tools.export_files import place
 from tools.git import Git
 from tools.layout import Layout
 from tools.pin import load_pin
+from tools.port_status import load_statuses
 from tools.pr_checklist import HUMANS
 from tools.series import Patch, Series, load_series, read_mail
 from tools.ui import say
@@ -129,20 +130,18 @@ def _cells(
 
 def _results(layout: Layout, series: Series, version: str) -> dict[str, str]:
     """What `port` wrote of each patch, as far as it is still about that patch."""
-    path = layout.patches / "ports" / version / "status.toml"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, tomllib.TOMLDecodeError):
-        data = {}
+        statuses = load_statuses(layout, version)
+    except WorkshopError:
+        statuses = {}  # `port` says what is wrong with it.
     found = {}
     for slug in series.slugs:
-        facts = data.get(slug)
-        if not isinstance(facts, dict):
+        if (status := statuses.get(slug)) is None:
             found[slug] = NOT_RUN
-        elif facts.get("digest") != series.patch_digest(slug):
+        elif status.digest != series.patch_digest(slug):
             found[slug] = STALE
         else:
-            found[slug] = str(facts.get("result", NOT_RUN))
+            found[slug] = status.result
     return found
 
 

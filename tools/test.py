@@ -48,7 +48,6 @@ class Task:
         timeout: Seconds it may take.
         pytest: Whether it is pytest, so that `-k` and a report go with it.
         prepare: Done before it is run.
-        cleanup: Done after it has passed.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Task:
     env: dict[str, str] | None = None
     pytest: bool = False
     prepare: Callable[[], None] = lambda: None
-    cleanup: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,6 @@ def upstream_task(
     kind: str,
     tree: Path,
     tests: Sequence[str],
-    prepare: Callable[[], None] = lambda: None,
-    cleanup: Callable[[], None] = lambda: None,
     venv: Path | None = None,
     plugin: Path | None = None,
 ) -> Task:
@@ -184,8 +180,6 @@ def upstream_task(
         tree,
         clean_environ() | _UPSTREAM_ENV | patch.meta.test_env | {"PYTHONPATH": path},
         pytest=True,
-        prepare=prepare,
-        cleanup=cleanup,
     )
 
 
@@ -211,7 +205,7 @@ STAGES = (
     Stage("check", "Lint of the series", check_tasks),
     Stage("build", "The patched and the unpatched environment", build_tasks, True),
     Stage("upstream", "vLLM's tests that the patches name", upstream_tasks, True, True),
-    Stage("each", "Each patch alone on its dependencies", each_tasks, True, True),
+    Stage("each", "Each patch alone on its dependencies", each_tasks, True),
     Stage("e2e", "The patched vLLM against the unpatched", e2e_tasks, True),
 )
 
@@ -330,15 +324,17 @@ def _run_task(
     )
     result.seconds = outcome.seconds
     _count(report, result)
-    problem = _problem(task, outcome, bool(keyword))
-    if problem:
+    if problem := problem_of(task, outcome, bool(keyword)):
         result.problems.append(f"{task.name}: {problem}; {layout.relative(log)}")
-    else:
-        task.cleanup()
     return result
 
 
-def _problem(task: Task, outcome: Outcome, filtered: bool) -> str:
+def problem_of(task: Task, outcome: Outcome, filtered: bool = False) -> str:
+    """How a task failed, empty if it did not.
+
+    Args:
+        filtered: Whether `-k` may have left it without a test.
+    """
     if outcome.timed_out:
         return f"took longer than {task.timeout:.0f} s"
     if outcome.code == _NO_TESTS and task.pytest:

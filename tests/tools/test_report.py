@@ -9,6 +9,7 @@ import pytest
 
 from tools.check import Problem
 from tools.layout import Layout
+from tools.pin import load_ports
 from tools.report import RELEASES, report_text
 from tools.series import load_series
 
@@ -97,6 +98,10 @@ def test_command_writes_once(applied: Layout, run_tools: RunTools) -> None:
     done = run_tools(applied, "report")
     assert "is as it was" in done.stderr
     assert (path.read_text(), path.stat().st_mtime_ns) == (text, at)
+
+
+def test_every_release_that_is_ported_to_has_a_column() -> None:
+    assert set(load_ports(Layout.default().ports_pin)) == set(RELEASES)
 
 
 @pytest.mark.parametrize("version", RELEASES)
