@@ -12,10 +12,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -30,11 +27,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 
 import sides  # noqa: E402
 from program import Program  # noqa: E402
+from report import keep, machine, output_file, spread  # noqa: E402
 from servers import DBO_FLAGS, Server  # noqa: E402
 
 from tools import checkpoint  # noqa: E402
 from tools.layout import Layout  # noqa: E402
-from tools.ui import say, step  # noqa: E402
+from tools.ui import step  # noqa: E402
 
 START_TIMEOUT_S = 180
 RUN_TIMEOUT_S = 60
@@ -145,20 +143,6 @@ def compare(
     }
 
 
-def spread(ratios: Sequence[float]) -> dict[str, float | list[float]]:
-    """Median, its 95 % interval by rank (as in a sign test), and quartiles."""
-    ordered = sorted(ratios)
-    low, median, high = statistics.quantiles(ordered, n=4)
-    middle, reach = (len(ordered) - 1) / 2, 0.98 * len(ordered) ** 0.5
-    first, last = max(0, int(middle - reach)), -int(-(middle + reach) // 1)
-    interval = ordered[first], ordered[min(last, len(ordered) - 1)]
-    return {
-        "median": round(median, 4),
-        "median_95": [round(value, 4) for value in interval],
-        "quartiles": [round(low, 4), round(high, 4)],
-    }
-
-
 def latency(layout: Layout, model: Path) -> dict[str, Any]:
     """Later requests against the first ones, two at a time so that steps split."""
     folder = layout.reports / "bench"
@@ -222,25 +206,8 @@ def _batch(server: Server, prompts: list[list[int]]) -> float:
     return time.perf_counter() - start
 
 
-def machine() -> dict[str, Any]:
-    """The machine, without anything that names it."""
-    model = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": model or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "load_before": round(os.getloadavg()[0], 1),
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="Where the result is written.")
-    output = parser.parse_args().output
+    output = output_file(__doc__)
     layout = Layout(ROOT)
     about = {"command": "make bench", "machine": machine()}
     model = checkpoint.ensure(layout)
@@ -249,10 +216,8 @@ def main() -> None:
         "throughput_dbo_off": throughput(layout, model),
         "latency_dbo_on": latency(layout, model),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    say(f"    written to {layout.relative(output)}")
+    keep(layout, output, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ patched environment runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,6 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests" / "e2e")]
+
+from program import vllm_versions  # noqa: E402
 
 # Bytes one way, and round trips of each way in a round.
 SIZES = {4 << 10: 60, 64 << 10: 60, 1 << 20: 20, 4 << 20: 10}
@@ -132,8 +133,9 @@ class Side:
         sent: list[Any] = []
 
         def bare() -> None:
-            # What was sent has arrived, or the other side would not have answered.
-            sent.clear()
+            # It has arrived, or the other side would not have answered.
+            while sent:
+                sent.pop().wait()
             if mine:
                 arrives = self.bare.recv([back], 1, 2)
                 sent.append(self.bare.send([out], 1, 1))
@@ -200,9 +202,6 @@ def child() -> None:
     # vLLM logs to stdout, which is for the result here.
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import torch
-    import vllm
-
     one, other = sorted(os.sched_getaffinity(0))[:2]
     pipes = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -235,9 +234,7 @@ def child() -> None:
     pipes[0].send(b".")
     side.close()
     os.waitpid(pid, 0)
-    result: dict[str, Any] = {
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__}
-    }
+    result: dict[str, Any] = {"versions": vllm_versions()}
     for size in SIZES:
         # The first round warms up.
         found = {
@@ -270,14 +267,12 @@ def child() -> None:
 
 def main() -> None:
     import sides
-    from dbo_off import machine
+    from report import keep, machine, output_file
 
     from tools.layout import Layout
-    from tools.ui import say, step
+    from tools.ui import step
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="Where the result is written.")
-    output = parser.parse_args().output
+    output = output_file(__doc__)
     layout = Layout(ROOT)
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("Two cores are needed, one for each role.")
@@ -297,10 +292,8 @@ def main() -> None:
             check=True,
         )
     result = about | json.loads(done.stdout)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    say(f"    written to {layout.relative(output)}")
+    keep(layout, output, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ part that the patched environment runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -33,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests" / "e2e")]
 
-from program import Program  # noqa: E402
+from program import RUN_TIMEOUT_S, Program, answer, vllm_versions  # noqa: E402
 
 TARGET_US = 50
 # Handoffs of a window, and windows of each way to hand off.
@@ -51,7 +50,6 @@ SHAPES = [("decode", rows) for rows in (2, 8, 16)] + [
 STEPS = 3
 MEASURES = ("step", "step_cpu", "model", "model_cpu")
 LONGEST = max(rows for _, rows in SHAPES)
-RUN_TIMEOUT_S = 300
 
 
 # Thread, and nanoseconds at begin and end of a call that hands off.
@@ -115,10 +113,7 @@ class Child:
         setattr(owner, name, timed)
 
     def versions(self) -> dict[str, str]:
-        import torch
-        import vllm
-
-        return {"vllm": vllm.__version__, "torch": torch.__version__}
+        return vllm_versions()
 
     def run(self, kind: str, rows: int) -> dict[str, float]:
         """Times of a step with that many rows: medians of `STEPS`.
@@ -349,15 +344,8 @@ def _idle_op(op: Any, tensor: Any, count: int = 200) -> float:
 
 
 def child(model: str, dbo: bool) -> None:
-    """Answer each line on stdin, a name and arguments in JSON, with a line of JSON."""
-    # vLLM logs to stdout, which is for the results here.
-    results = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    engine = Child(model, dbo)
-    print(json.dumps(engine.versions()), file=results)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(engine, name)(*arguments)), file=results)
+    """Do what is asked on stdin."""
+    answer(lambda: Child(model, dbo))
 
 
 # The part that starts it, run by the workshop's own interpreter.
@@ -373,10 +361,6 @@ class Engine(Program):
         command = [str(side.python), str(Path(__file__).resolve())]
         command += ["--child", str(model), *(["--dbo"] if dbo else [])]
         super().__init__(command, side.env("v2"), log)
-
-    def ask(self, *words: Any) -> dict[str, Any]:
-        self.tell(json.dumps(words))
-        return self.read(RUN_TIMEOUT_S)
 
 
 KINDS = {"dbo": True, "off": False, "control": False}
@@ -425,7 +409,7 @@ def measure(layout: Any, model: Path) -> dict[str, Any]:
 
 def compare(rows: dict[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
     """Ratios of time, paired by round, for each shape and measure."""
-    from dbo_off import spread
+    from report import spread
 
     result: dict[str, Any] = {
         "what": "time of a step with DBO to one without, paired by round; above 1: "
@@ -458,15 +442,12 @@ def compare(rows: dict[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]
 
 
 def main() -> None:
-    from dbo_off import machine
+    from report import keep, machine, output_file
 
     from tools import checkpoint
     from tools.layout import Layout
-    from tools.ui import say
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="Where the result is written.")
-    output = parser.parse_args().output
+    output = output_file(__doc__)
     layout = Layout(ROOT)
     # Below 0 where the machine could not be left alone; the results say so.
     niceness = os.nice(0)
@@ -479,10 +460,8 @@ def main() -> None:
     model = checkpoint.ensure(layout)
     result = about | {"model": model.name} | measure(layout, model)
     result["load_after"] = round(os.getloadavg()[0], 1)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    say(f"    written to {layout.relative(output)}")
+    keep(layout, output, result)
 
 
 if __name__ == "__main__":

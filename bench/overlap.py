@@ -14,7 +14,6 @@ that the patched environment runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests" / "e2e")]
 
-from program import Program  # noqa: E402
+from program import RUN_TIMEOUT_S, Program, answer, vllm_versions  # noqa: E402
 
 ROWS = (64, 256, 512, 1024, 2048)
 # From here on a two-stage step is to be within `TARGETS` of the ideal schedule.
@@ -39,7 +38,6 @@ LARGE = 256
 TARGETS = {"small": 1.15, "large": 1.05, "monolithic": 1.05}
 DTYPES = ("bfloat16", "float32")
 ROUNDS = 7
-RUN_TIMEOUT_S = 300
 
 _COMMON = {
     "vocab_size": 256,
@@ -156,11 +154,8 @@ class Engine:
 
         set_afd_exchange(self.config, timed)
 
-    def about(self) -> dict[str, Any]:
-        import torch
-        import vllm
-
-        return {"vllm": vllm.__version__, "torch": torch.__version__}
+    def versions(self) -> dict[str, str]:
+        return vllm_versions()
 
     def run(self, rows: int, stages: int = 1) -> dict[str, Any]:
         """Milliseconds of one prefill step of that many rows.
@@ -218,8 +213,8 @@ class Ffn:
         module.run_ffn_layer = timed
         self.llm = LLM(**job["options"], afd_config=job["afd_config"])
 
-    def about(self) -> dict[str, Any]:
-        return {}
+    def versions(self) -> dict[str, str]:
+        return vllm_versions()
 
     def layers(self) -> list[float]:
         """Milliseconds of each layer run since the last call."""
@@ -228,17 +223,10 @@ class Ffn:
 
 
 def child(kind: str, job: dict[str, Any]) -> None:
-    """Answer each line on stdin, a name and arguments in JSON, with a line of JSON."""
+    """Do what is asked on stdin, on some of the cores."""
     os.sched_setaffinity(0, job["cores"])
-    # vLLM logs to stdout, which is for the results here.
-    results = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    program = {"engine": Engine, "ffn": Ffn}[kind](job)
-    print(json.dumps(program.about()), file=results)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(program, name)(*arguments)), file=results)
+    program = answer(lambda: {"engine": Engine, "ffn": Ffn}[kind](job))
     # An attention server says goodbye first; the FFN role would wait for another.
     program.llm.llm_engine.engine_core.shutdown()
 
@@ -265,10 +253,6 @@ class Child(Program):
         command = [str(side.python), str(Path(__file__).resolve()), "--child", kind]
         log = layout.reports / "bench" / f"overlap-{name}.log"
         super().__init__([*command, json.dumps(job | {"cores": list(cores)})], env, log)
-
-    def ask(self, *words: Any) -> Any:
-        self.tell(json.dumps(words))
-        return self.read(RUN_TIMEOUT_S)
 
 
 def ideal_ms(
@@ -340,7 +324,7 @@ class Group:
                     self.layout, name, kind, cores, job | {"options": options}
                 )
                 # FFN answers when it listens; the others do not disturb each other.
-                self.about = self.children[name].read(RUN_TIMEOUT_S)
+                self.versions = self.children[name].read(RUN_TIMEOUT_S)
         except BaseException:
             self.__exit__()
             raise
@@ -431,7 +415,7 @@ def measure(layout: Any) -> dict[str, Any]:
                 tempfile.TemporaryDirectory() as folder,
                 Group(layout, config, dtype, Path(folder)) as group,
             ):
-                result["versions"] = group.about
+                result["versions"] = group.versions
                 order = random.Random(0)
                 found = {}
                 for rows in ROWS:
@@ -505,14 +489,11 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    from dbo_off import machine
+    from report import keep, machine, output_file
 
     from tools.layout import Layout
-    from tools.ui import say
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="Where the result is written.")
-    output = parser.parse_args().output
+    output = output_file(__doc__)
     layout = Layout(ROOT)
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("Two cores are needed, one for each role.")
@@ -523,11 +504,9 @@ def main() -> None:
         "rounds": ROUNDS,
     }
     result = about | measure(layout)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
+    keep(layout, output, result)
     draw(result, output.with_suffix(".png"))
     print(table(result))
-    say(f"    written to {layout.relative(output)}, and a picture beside it")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+# Of what a program is asked, also to begin.
+RUN_TIMEOUT_S = 300
 
 
 class Program:
@@ -39,6 +44,11 @@ class Program:
         self.process.stdin.write(line.encode() + b"\n")
         self.process.stdin.flush()
 
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What a method of the program returns; see `answer`."""
+        self.tell(json.dumps([name, *arguments]))
+        return self.read(RUN_TIMEOUT_S)
+
     def read(self, timeout: float) -> dict[str, Any]:
         """The next answer.
 
@@ -62,3 +72,31 @@ class Program:
             self.process.wait()
         self.process.stdout.close()
         self.selector.close()
+
+
+def answer(make: Callable[[], Any]) -> Any:
+    """Be the program: say `versions()` of an object, then call its methods as asked.
+
+    Args:
+        make: Makes it. What it prints goes to stderr.
+
+    Returns:
+        The object, when nothing more is asked.
+    """
+    # vLLM logs to stdout, which is for the answers here.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    program = make()
+    print(json.dumps(program.versions()), file=answers)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(program, name)(*arguments)), file=answers)
+    return program
+
+
+def vllm_versions() -> dict[str, str]:
+    """Of what this program runs."""
+    import torch
+    import vllm
+
+    return {"vllm": vllm.__version__, "torch": torch.__version__}
