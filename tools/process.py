@@ -162,6 +162,13 @@ def _title(pid: int) -> str:
         return ""
 
 
+def memory(pid: int, name: str) -> int:
+    """Bytes of a field of a process's status, such as `VmHWM`; 0 if it has none."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    kib = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    return int(kib[1]) * 1024 if kib else 0
+
+
 def die_with_parent() -> None:
     """Have SIGTERM sent to this process when its parent ends; for `preexec_fn`."""
     try:

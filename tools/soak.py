@@ -18,12 +18,11 @@ from typing import Any
 
 import click
 
-from tools import checkpoint
+from tools import checkpoint, process
 from tools.demo import Server, wait_healthy
 from tools.env import shell_line
 from tools.errors import WorkshopError
 from tools.layout import Layout
-from tools.process import family, free_ports
 from tools.serve import Plan
 from tools.serve_afd import prepare, role_plan
 from tools.supervise import sigterm_interrupts
@@ -189,14 +188,9 @@ def _tokens(part: Mapping[str, Any]) -> list[int]:
 def memory(server: Server) -> dict[str, float]:
     """Resident memory of a server's processes, in MiB, without files."""
     return {
-        kind: _anonymous_mib(pid) for kind, pid in family(server.process.pid).items()
+        kind: round(process.memory(pid, "RssAnon") / 2**20, 1)
+        for kind, pid in process.family(server.process.pid).items()
     }
-
-
-def _anonymous_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    kib = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-    return round(int(kib[1]) / 1024, 1) if kib else 0.0
 
 
 def metrics(server: Server) -> str:
@@ -260,7 +254,7 @@ def soak(
 ) -> dict[str, Any]:
     """Run the requests; what was seen."""
     folder = layout.reports / "soak"
-    ports = free_ports(3)
+    ports = process.free_ports(3)
     plans = {
         role: role_plan(layout, role, None, port, _flags(role), ports[2], tree)
         for role, port in zip(("ffn", "attention"), ports, strict=False)

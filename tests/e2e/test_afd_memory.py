@@ -7,16 +7,14 @@ experts, against one server that does all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import sides
 from afd_servers import AFDPair, Spec
 from servers import Server
 
-from tools import checkpoint
+from tools import checkpoint, process
 from tools.layout import Layout
-from tools.process import family
 
 MODEL = "bulky-qwen3-moe"
 MIB = 1 << 20
@@ -40,13 +38,8 @@ class Memory:
 
     @classmethod
     def of(cls, server: Server) -> Memory:
-        worker = family(server.process.pid).get("worker", server.process.pid)
-        lines = Path(f"/proc/{worker}/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        peak, own = (
-            int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "RssAnon")
-        )
-        return cls(peak, own)
+        worker = process.family(server.process.pid).get("worker", server.process.pid)
+        return cls(process.memory(worker, "VmHWM"), process.memory(worker, "RssAnon"))
 
 
 @pytest.fixture(scope="module")

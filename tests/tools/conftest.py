@@ -23,7 +23,7 @@ import pytest
 from tools.apply import apply
 from tools.fetch import fetch
 from tools.git import Git, scratch
-from tools.layout import Layout
+from tools.layout import Layout, venv_python
 from tools.pin import pin_with_tip_tree
 from tools.series import Mail, commit_tree, mail_of
 
@@ -282,6 +282,18 @@ def applied(templates: Path, tmp_path: Path) -> Layout:
 
 
 RunTools = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def built(applied: Layout) -> Layout:
+    """As `applied`, with an interpreter in `.venv` and what a build leaves."""
+    python = venv_python(applied.venv)
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (applied.tree / "vllm" / "_version.py").write_text("__version__ = '0.30.0'\n")
+    (applied.tree / "vllm" / "_C.abi3.so").write_text("compiled")
+    return applied
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,22 +10,14 @@ import tomlkit
 
 from tools.each import each
 from tools.errors import WorkshopError
-from tools.layout import Layout, venv_python
+from tools.layout import Layout
 
 
-@pytest.fixture
-def built(applied: Layout, monkeypatch: pytest.MonkeyPatch) -> Layout:
-    """An interpreter in `.venv`, and what a build leaves in the tree."""
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.each._SETTLE_S", 0)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    python = venv_python(applied.venv)
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    (applied.tree / "vllm" / "_version.py").write_text("__version__ = '0.30.0'\n")
-    (applied.tree / "vllm" / "_C.abi3.so").write_text("compiled")
-    return applied
 
 
 def declare(layout: Layout, slug: str, **fields: object) -> None:

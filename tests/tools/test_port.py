@@ -100,6 +100,14 @@ def _is_done(layout: Layout) -> None:
     assert not list(layout.port(NEW).glob(".scratch-*"))
 
 
+def _resolve_config(workspace: Layout, release: MakeRelease) -> None:
+    """Have a port stop at config-answer, and do there what a human would."""
+    release({"vllm/config.py": CONFIG.replace("return 41", "return 40 + 1")})
+    _stops(workspace)
+    file = port_tree(workspace, NEW) / "vllm/config.py"
+    file.write_text(CONFIG.replace("return 41", "return 42"))
+
+
 def _stops(layout: Layout, match: str = "needs you") -> WorkshopError:
     with pytest.raises(WorkshopError, match=match) as caught:
         port(layout, NEW)
@@ -239,10 +247,7 @@ def test_an_override_that_lacks_a_line_stops(
 def test_an_override_of_an_older_patch_is_told(
     workspace: Layout, release: MakeRelease
 ) -> None:
-    release({"vllm/config.py": CONFIG.replace("return 41", "return 40 + 1")})
-    _stops(workspace)
-    file = port_tree(workspace, NEW) / "vllm/config.py"
-    file.write_text(CONFIG.replace("return 41", "return 42"))
+    _resolve_config(workspace, release)
     resume(workspace, NEW)
     patch = workspace.patches / "config-answer.patch"
     text = patch.read_text()
@@ -423,10 +428,7 @@ def test_a_killed_port_says_so_and_is_done_again(
 def test_killed_after_the_override_was_kept(
     workspace: Layout, release: MakeRelease
 ) -> None:
-    release({"vllm/config.py": CONFIG.replace("return 41", "return 40 + 1")})
-    _stops(workspace)
-    file = port_tree(workspace, NEW) / "vllm/config.py"
-    file.write_text(CONFIG.replace("return 41", "return 42"))
+    _resolve_config(workspace, release)
 
     class KilledError(Exception):
         pass

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from tools import test as verb
 from tools.errors import WorkshopError
-from tools.layout import Layout, venv_python
+from tools.layout import Layout
 from tools.supervise import session_members, supervise
 from tools.test import (
     STAGES,
@@ -28,17 +28,6 @@ from tools.test import (
     summary,
     upstream_tasks,
 )
-
-
-def built(layout: Layout) -> Layout:
-    """An interpreter in `.venv`, and what a build leaves in the tree."""
-    python = venv_python(layout.venv)
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    (layout.tree / "vllm" / "_version.py").write_text("__version__ = '0.30.0'\n")
-    (layout.tree / "vllm" / "_C.abi3.so").write_text("compiled")
-    return layout
 
 
 def stage(name: str, layout: Layout, *scripts: str, is_built: bool = False) -> Stage:
@@ -249,27 +238,25 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
         supervise(["/no-such-python"], tmp_path / "log", timeout=1)
 
 
-def test_upstream_tests_run_in_the_tree_and_none_twice(applied: Layout) -> None:
-    built(applied)
-    tasks = upstream_tasks(applied)
+def test_upstream_tests_run_in_the_tree_and_none_twice(built: Layout) -> None:
+    tasks = upstream_tasks(built)
     # gadget-docs names the test of gadget.
     assert [task.name for task in tasks] == [
         "upstream-config-answer",
         "upstream-gadget",
     ]
-    assert {task.cwd for task in tasks} == {applied.tree}
-    result = run_stage(applied, Stage("upstream", "", upstream_tasks))
+    assert {task.cwd for task in tasks} == {built.tree}
+    result = run_stage(built, Stage("upstream", "", upstream_tasks))
     assert (result.passed, result.problems) == (2, [])
 
 
-def test_what_a_patch_tests_need_in_the_environment(applied: Layout) -> None:
-    built(applied)
-    meta = applied.patches / "gadget-docs.toml"
+def test_what_a_patch_tests_need_in_the_environment(built: Layout) -> None:
+    meta = built.patches / "gadget-docs.toml"
     fields = tomlkit.parse(meta.read_text())
     fields["test_env"] = {"OMP_NUM_THREADS": "2"}
     meta.write_text(tomlkit.dumps(fields))
     # The test of gadget is another one in another environment.
-    environs = {task.name: task.env for task in upstream_tasks(applied)}
+    environs = {task.name: task.env for task in upstream_tasks(built)}
     assert {name: env["OMP_NUM_THREADS"] for name, env in environs.items() if env} == {
         "upstream-config-answer": "1",
         "upstream-gadget": "1",
@@ -277,11 +264,10 @@ def test_what_a_patch_tests_need_in_the_environment(applied: Layout) -> None:
     }
 
 
-def test_each_is_a_verb_of_its_own(applied: Layout) -> None:
-    built(applied)
-    result = run_stage(applied, Stage("each", "", each_tasks))
+def test_each_is_a_verb_of_its_own(built: Layout) -> None:
+    result = run_stage(built, Stage("each", "", each_tasks))
     assert result.problems == []
-    log = (applied.reports / "each.log").read_text()
+    log = (built.reports / "each.log").read_text()
     assert "trials, " in log
     assert "all well" in log
 
