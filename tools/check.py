@@ -74,8 +74,8 @@ RULES = {
     "base": "the base can be had, for the rules that need its files",
 }
 
-# Hooks of vLLM's that run on a copy of the tip. What the others find is not mended
-# yet, or takes npm: `make pr` runs them.
+# Hooks of vLLM's that run on a copy of the tip. The others take npm, or minutes and an
+# environment of their own: `make pr` runs them.
 _HOOKS = (
     "clang-format",
     "shellcheck",
