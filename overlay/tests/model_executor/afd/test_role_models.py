@@ -32,6 +32,10 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import (
+    _model_to_pp_missing_layer_names,
+    is_pp_missing_parameter,
+)
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -95,6 +99,16 @@ def test_gate_on_ffn_where_the_model_hands_it_over(roles, tiny_model):
         for layer in describe_moe_layers(ffn.config, ffn.model):
             assert layer.gate_on_ffn is on_ffn
             assert layer.logits_size == (0 if on_ffn else 8)
+
+
+def test_what_a_role_misses_is_forgotten_with_its_model(roles, tiny_model):
+    ffn = load(tiny_model("Llama4ForCausalLM"), "ffn")
+    layers = ffn.model.model.layers
+    assert is_pp_missing_parameter("0.input_layernorm.weight", layers)
+    known = len(_model_to_pp_missing_layer_names)
+    del ffn, layers
+    gc.collect()
+    assert len(_model_to_pp_missing_layer_names) < known
 
 
 @pytest.mark.parametrize("role", ["ffn", "attention"])

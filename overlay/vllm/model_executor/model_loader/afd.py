@@ -27,7 +27,6 @@ from vllm.model_executor.afd import (
     refuse,
 )
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.models import utils
 from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
 if TYPE_CHECKING:
@@ -121,9 +120,6 @@ def build_role_model(
         )
     if is_ffn:
         _drop_all_but_experts(model, construction)
-    # Loaders cache by id() which modules are missing, and ids come back.
-    for module in model.modules():
-        utils._model_to_pp_missing_layer_names.pop(id(module), None)
     model.afd_layers = construction.layers
     model.afd_dropped = construction.dropped
     # Loaders call it, whichever they are.
