@@ -5,7 +5,7 @@ DEVICE ?= cpu
 TOOLS = $(PYTHON) tools/bootstrap.py && exec .venv/bin/python -m tools
 
 .PHONY: help status fetch apply build doctor serve serve-afd demo timeline export check \
-	test test-fast test-faults test-each port port-test soak bench
+	test test-fast test-faults test-each port port-test soak bench bench-thresholds
 
 help:
 	@$(TOOLS) --help
@@ -58,3 +58,6 @@ soak:
 
 bench:
 	@$(TOOLS) bench $(ARGS)
+
+bench-thresholds:
+	@$(TOOLS) bench --only thresholds -- $(ARGS)

@@ -8,8 +8,7 @@ begins when its predecessor on the other role has ended, and what travels takes 
 time. Only prefill is measured, whose steps are as long as one likes; what Triton's
 interpreter costs outside of the model is told apart.
 
-`make bench ARGS='--only overlap'` runs it. `overlap.py --child KIND JSON` is the part
-that the patched environment runs.
+`make bench ARGS='--only overlap'` runs it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests" / "e2e")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from program import RUN_TIMEOUT_S, Program, answer, vllm_versions  # noqa: E402
+from roles import MODELS, Roles, prompts_of  # noqa: E402
 
 ROWS = (64, 256, 512, 1024, 2048)
 # From here on a two-stage step is to be within `TARGETS` of the ideal schedule.
@@ -38,221 +34,6 @@ LARGE = 256
 TARGETS = {"small": 1.15, "large": 1.05, "monolithic": 1.05}
 DTYPES = ("bfloat16", "float32")
 ROUNDS = 7
-
-_COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 1024,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 1024,
-    "norm_topk_prob": True,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-moe-like": _COMMON
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "intermediate_size": 2048,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_experts": 8,
-        "decoder_sparse_step": 1,
-    },
-    "deepseek-like": _COMMON
-    | {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "intermediate_size": 2048,
-        "num_hidden_layers": 6,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "greedy",
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
-    },
-}
-
-
-def prompts_of(rows: int) -> list[int]:
-    """Lengths of the prompts of a step, so that both halves are alike."""
-    length = min(128, rows // 2)
-    return [length] * (rows // length)
-
-
-# The part that runs in the patched environment. It imports vLLM where it needs it.
-
-
-class Engine:
-    """An engine that does all, or one with the attention role."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        afd = job.get("afd_config")
-        options: dict[str, Any] = {}
-        if afd:
-            options = {"afd_config": afd, "enable_dbo": True}
-        self.llm = LLM(**job["options"], **options)
-        self.engine = self.llm.llm_engine
-        self.config = self.engine.vllm_config
-        executor = self.engine.engine_core.engine_core.model_executor
-        worker = executor.driver_worker
-        self.runner = getattr(worker, "worker", worker).model_runner
-        self.split = 0
-        # Nanoseconds at begin and end of the model, and of each exchange, by stage.
-        self.model_ns = 0, 0
-        self.exchanges: list[tuple[int, int, int]] = []
-        self._time(self.runner.model, "forward")
-        if afd:
-            self._time(self.runner.ubatch_runner, "run")
-            self._time_exchanges()
-
-    def _time(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            whole = name == "run" or threading.current_thread().name == "MainThread"
-            begin = time.perf_counter_ns()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if whole:
-                    self.model_ns = begin, time.perf_counter_ns()
-                    self.split += name == "run"
-
-        setattr(owner, name, timed)
-
-    def _time_exchanges(self) -> None:
-        from vllm.model_executor.afd import set_afd_exchange
-        from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
-
-        original = self.runner.afd.exchange
-
-        def timed(*args: Any) -> Any:
-            stage = dbo_current_ubatch_id() if dbo_enabled() else 0
-            begin = time.perf_counter_ns()
-            output = original(*args)
-            self.exchanges.append((stage, begin, time.perf_counter_ns()))
-            return output
-
-        set_afd_exchange(self.config, timed)
-
-    def versions(self) -> dict[str, str]:
-        return vllm_versions()
-
-    def run(self, rows: int, stages: int = 1) -> dict[str, Any]:
-        """Milliseconds of one prefill step of that many rows.
-
-        Returns:
-            The whole `step`, and what is `outside` of the model; for the attention
-            role in one stage, `pre` and `post` in the model before the first and
-            after the last exchange, and `layers` between two of them.
-        """
-        from vllm import SamplingParams
-
-        parallel = self.config.parallel_config
-        parallel.dbo_prefill_token_threshold = 2 if stages == 2 else 10**9
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        for number, length in enumerate(prompts_of(rows)):
-            ids = [(number * 31 + at * 7) % 256 for at in range(length)]
-            self.engine.add_request(f"{number}", {"prompt_token_ids": ids}, params)
-        before, self.exchanges = self.split, []
-        begin = time.perf_counter_ns()
-        self.engine.step()
-        step = time.perf_counter_ns() - begin
-        if (self.split > before) != (stages == 2):
-            raise RuntimeError(f"{rows} rows did not run in {stages} stages.")
-        first, last = self.model_ns
-        result = {"step": step / 1e6, "outside": (step - (last - first)) / 1e6}
-        if self.exchanges and stages == 1:
-            moments = [first]
-            for _, start, end in self.exchanges:
-                moments += [start, end]
-            moments.append(last)
-            spans = [
-                (end - start) / 1e6
-                for start, end in zip(moments[::2], moments[1::2], strict=True)
-            ]
-            result |= {"pre": spans[0], "layers": spans[1:-1], "post": spans[-1]}
-        return result
-
-
-class Ffn:
-    """The FFN role; notes how long it computes."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        from vllm import LLM
-        from vllm.v1.worker import afd_ffn_model_runner as module
-
-        self.times: list[float] = []
-        original = module.run_ffn_layer
-
-        def timed(*args: Any) -> Any:
-            begin = time.perf_counter_ns()
-            output = original(*args)
-            self.times.append((time.perf_counter_ns() - begin) / 1e6)
-            return output
-
-        module.run_ffn_layer = timed
-        self.llm = LLM(**job["options"], afd_config=job["afd_config"])
-
-    def versions(self) -> dict[str, str]:
-        return vllm_versions()
-
-    def layers(self) -> list[float]:
-        """Milliseconds of each layer run since the last call."""
-        times, self.times = self.times, []
-        return times
-
-
-def child(kind: str, job: dict[str, Any]) -> None:
-    """Do what is asked on stdin, on some of the cores."""
-    os.sched_setaffinity(0, job["cores"])
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    program = answer(lambda: {"engine": Engine, "ffn": Ffn}[kind](job))
-    # An attention server says goodbye first; the FFN role would wait for another.
-    program.llm.llm_engine.engine_core.shutdown()
-
-
-# The part that starts it, run by the workshop's own interpreter.
-
-
-class Child(Program):
-    """A child at work, on some of the cores."""
-
-    def __init__(
-        self, layout: Any, name: str, kind: str, cores: Sequence[int], job: Any
-    ) -> None:
-        import sides
-
-        side = sides.patched(layout)
-        env = side.env("v2") | {
-            "OMP_NUM_THREADS": str(len(cores)),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        if "afd_config" in job:
-            # The roles choose the runner by themselves.
-            del env["VLLM_USE_V2_MODEL_RUNNER"]
-        command = [str(side.python), str(Path(__file__).resolve()), "--child", kind]
-        log = layout.reports / "bench" / f"overlap-{name}.log"
-        super().__init__([*command, json.dumps(job | {"cores": list(cores)})], env, log)
 
 
 def ideal_ms(
@@ -279,78 +60,42 @@ def ideal_ms(
     return at
 
 
-@dataclass
-class Group:
-    """The engines of a model in a dtype, all of them running."""
-
-    layout: Any
-    config: dict[str, Any]
-    dtype: str
-    folder: Path
-
-    def __enter__(self) -> Group:
-        from tools.process import free_ports
-
-        (self.folder / "config.json").write_text(json.dumps(self.config))
-        (port,) = free_ports(1)
-        options = {
-            "model": str(self.folder),
+def engines(layout: Any, config: dict[str, Any], dtype: str, folder: Path) -> Roles:
+    """Those of a model in a dtype; to be entered."""
+    (folder / "config.json").write_text(json.dumps(config))
+    one, other = sorted(os.sched_getaffinity(0))[:2]
+    return Roles(
+        layout,
+        "overlap",
+        {
+            "model": str(folder),
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": self.dtype,
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
+            "dtype": dtype,
             "max_model_len": 256,
             "max_num_batched_tokens": max(ROWS),
             "max_num_seqs": max(map(len, map(prompts_of, ROWS))),
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-        one, other = sorted(os.sched_getaffinity(0))[:2]
+        },
+        attention=[one],
+        ffn=[other],
+        alone={"mono_1": [one], "mono_2": [one, other]},
+    )
 
-        def afd(role: str) -> dict[str, Any]:
-            return {"afd_config": {"afd_role": role, "afd_port": port}}
 
-        jobs = {
-            "ffn": ("ffn", [other], afd("ffn")),
-            "attention": ("engine", [one], afd("attention")),
-            "mono_1": ("engine", [one], {}),
-            "mono_2": ("engine", [one, other], {}),
-        }
-        self.children: dict[str, Child] = {}
-        try:
-            for name, (kind, cores, job) in jobs.items():
-                self.children[name] = Child(
-                    self.layout, name, kind, cores, job | {"options": options}
-                )
-                # FFN answers when it listens; the others do not disturb each other.
-                self.versions = self.children[name].read(RUN_TIMEOUT_S)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for name in ("attention", "ffn", "mono_1", "mono_2"):
-            if name in self.children:
-                self.children[name].stop()
-
-    def measure(self, rows: int, order: random.Random) -> dict[str, Any]:
-        """One round: each kind of step once."""
-        kinds = ["mono_1", "mono_2", "one_stage", "two_stages", "half"]
-        found: dict[str, Any] = {}
-        for kind in order.sample(kinds, len(kinds)):
-            if kind.startswith("mono"):
-                found[kind] = self.children[kind].ask("run", rows)
-                continue
-            attention, ffn = self.children["attention"], self.children["ffn"]
-            ffn.ask("layers")
-            stages = 2 if kind == "two_stages" else 1
-            found[kind] = attention.ask(
-                "run", rows // 2 if kind == "half" else rows, stages
-            )
-            found[kind]["ffn"] = ffn.ask("layers")
-        return found
+def measure_round(roles: Roles, rows: int, order: random.Random) -> dict[str, Any]:
+    """Each kind of step once."""
+    kinds = ["mono_1", "mono_2", "one_stage", "two_stages", "half"]
+    found: dict[str, Any] = {}
+    for kind in order.sample(kinds, len(kinds)):
+        if kind.startswith("mono"):
+            found[kind] = roles.ask(kind, "run", rows)
+            continue
+        roles.ask("ffn", "layers")
+        stages = 2 if kind == "two_stages" else 1
+        found[kind] = roles.ask(
+            "attention", "run", rows // 2 if kind == "half" else rows, stages
+        )
+        found[kind]["ffn"] = roles.ask("ffn", "layers")
+    return found
 
 
 def summarise(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -413,14 +158,16 @@ def measure(layout: Any) -> dict[str, Any]:
             with (
                 step(f"{name}: start of the engines"),
                 tempfile.TemporaryDirectory() as folder,
-                Group(layout, config, dtype, Path(folder)) as group,
+                engines(layout, config, dtype, Path(folder)) as roles,
             ):
-                result["versions"] = group.versions
+                result["versions"] = roles.versions
                 order = random.Random(0)
                 found = {}
                 for rows in ROWS:
                     # The first round warms up.
-                    rounds = [group.measure(rows, order) for _ in range(ROUNDS + 1)]
+                    rounds = [
+                        measure_round(roles, rows, order) for _ in range(ROUNDS + 1)
+                    ]
                     found[rows] = summarise(rounds[1:])
                     say(f"    {name}, {rows} rows: {found[rows]}")
                 result["configurations"][name] = found
@@ -510,7 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], json.loads(sys.argv[3]))
-    else:
-        main()
+    main()

@@ -60,7 +60,8 @@ class Program:
             raise RuntimeError(f"The engine said nothing for {timeout} s: {self.log}")
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"The engine has ended: {self.log}")
+            last = self.log.read_text(errors="replace").splitlines()[-3:]
+            raise RuntimeError("\n".join([f"The engine has ended: {self.log}", *last]))
         return json.loads(line)
 
     def stop(self) -> None:
