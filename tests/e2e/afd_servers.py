@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hosts import Host
 from servers import Server, wait_ready
 from sides import Side
 
@@ -60,6 +61,7 @@ class Spec:
         attention_config: Keys that only the attention role gets.
         env: Further variables for both roles.
         ports: Free ones unless given.
+        hosts: Where each role runs, if not beside the test.
     """
 
     side: Side
@@ -71,6 +73,7 @@ class Spec:
     attention_config: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     ports: Ports = field(default_factory=Ports.free)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
 
 
 class AFDServer(Server):
@@ -94,6 +97,7 @@ class AFDServer(Server):
         port: int | None = None,
     ) -> None:
         self.role = role
+        self.host = spec.hosts.get(role)
         self.title = f"{role} server"
         config = {"afd_role": role, "afd_port": spec.ports.afd, **spec.config}
         if role == "attention":

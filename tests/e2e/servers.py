@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from hosts import Host
 from sides import Process, Side
 
 from tools.process import free_ports
@@ -49,6 +50,8 @@ class Server:
 
     title = "server"
     start_timeout = START_TIMEOUT_S
+    # Where it runs, if not beside the test.
+    host: Host | None = None
 
     def __init__(
         self,
@@ -83,22 +86,24 @@ class Server:
     ) -> None:
         self.model = model.name
         self.port = port
+        command = [
+            str(side.python.with_name("vllm")),
+            "serve",
+            str(model),
+            f"--served-model-name={self.model}",
+            f"--port={port}",
+            *flags,
+        ]
         self.process = Process(
-            [
-                str(side.python.with_name("vllm")),
-                "serve",
-                str(model),
-                f"--served-model-name={self.model}",
-                f"--port={port}",
-                *flags,
-            ],
-            env,
-            log,
+            self.host.command(command) if self.host else command, env, log
         )
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}",
-            timeout=REQUEST_TIMEOUT_S,
-            trust_env=False,
+        self.client = self.new_client(REQUEST_TIMEOUT_S)
+
+    def new_client(self, timeout: float) -> httpx.Client:
+        """One more client of this server, where the server is."""
+        make = self.host.client if self.host else httpx.Client
+        return make(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=timeout, trust_env=False
         )
 
     def is_healthy(self) -> bool:

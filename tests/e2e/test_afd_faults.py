@@ -141,7 +141,7 @@ class Client(threading.Thread):
         self, server: AFDServer, prompt: int, tokens: int, stream: bool = True
     ) -> None:
         super().__init__(daemon=True)
-        self.url = f"http://127.0.0.1:{server.port}/v1/completions"
+        self.server = server
         self.body = {
             "model": server.model,
             "prompt": [9] * prompt,
@@ -164,8 +164,8 @@ class Client(threading.Thread):
     def _ask(self) -> str:
         last = "nothing"
         with (
-            httpx.Client(timeout=300, trust_env=False) as client,
-            client.stream("POST", self.url, json=self.body) as answer,
+            self.server.new_client(300) as client,
+            client.stream("POST", "/v1/completions", json=self.body) as answer,
         ):
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
@@ -237,7 +237,10 @@ class Traces:
         assert not [path for path in self.memory if path.exists()]
         sockets = [path for path in server.tmp.iterdir() if path.is_socket()]
         assert len(sockets) <= SOCKETS
-        check_port("127.0.0.1", server.port)
+        if server.host:
+            assert server.host.listening() == set()
+        else:
+            check_port("127.0.0.1", server.port)
 
 
 def shared_memory(pid: int) -> set[Path]:
@@ -260,10 +263,16 @@ def check_unhealthy(server: AFDServer) -> None:
     eventually(unhealthy, NOTICE_S, lambda: f"{server.role} is still healthy.")
 
 
-def check_logged(server: AFDServer, cause: str, timeout: float = NOTICE_S) -> None:
+def check_logged(
+    server: AFDServer,
+    cause: str,
+    timeout: float = NOTICE_S,
+    address: str = "127.0.0.1",
+) -> None:
     """Wait until a server has logged that its peer is lost, and why."""
     peer = {"attention": "ffn", "ffn": "attention"}[server.role]
-    pattern = rf"ERROR .*AFD {peer} peer \(rank 0\) at 127\.0\.0\.1:\d+ {cause}"
+    where = rf"{re.escape(address)}:\d+"
+    pattern = rf"ERROR .*AFD {peer} peer \(rank 0\) at {where} {cause}"
     eventually(
         lambda: re.search(pattern, server.text()) is not None,
         timeout,
