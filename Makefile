@@ -53,6 +53,12 @@ test-faults:
 	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
 		E2E_FAULTS=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_faults.py $(ARGS)
 
+# Both AFD roles on two hosts, which are network namespaces: needs root.
+.PHONY: test-network
+test-network:
+	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
+		E2E_NETWORK=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_network.py $(ARGS)
+
 soak:
 	@$(TOOLS) soak $(if $(N),--requests $(N)) $(ARGS)
 
