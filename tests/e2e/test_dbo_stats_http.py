@@ -73,7 +73,7 @@ def test_counters_agree_with_the_steps(pair: Pair) -> None:
         "unsplit_steps:too_small": small,
         "unsplit_steps:threshold": len(steps) - split - small,
         # Each of the two ubatches yields once per layer.
-        "exchanges": split * 2 * _LAYERS,
+        "yields": split * 2 * _LAYERS,
     }
     assert after["split_steps"] + unsplit(after) == after["steps"]
 
@@ -82,6 +82,7 @@ def test_counters_are_there_from_the_start(pair: Pair) -> None:
     assert set(counters(pair.dbo)) == {
         "steps",
         "split_steps",
+        "yields",
         "exchanges",
         "exchanges_overlapped",
         *(
@@ -107,7 +108,7 @@ def test_the_log_says_once_that_a_step_was_split(pair: Pair) -> None:
 def test_the_log_says_how_many_steps_were_split(pair: Pair) -> None:
     """The line comes with vLLM's own statistics, every ten seconds."""
     line = re.compile(
-        r"Engine 000: DBO: (\d+) of (\d+) steps split.*, 8\.0 exchanges per split step"
+        r"Engine 000: DBO: (\d+) of (\d+) steps split.*, 8\.0 yields per split step"
     )
     deadline = time.monotonic() + 60
     while not (found := line.search(pair.dbo.process.log.read_text())):
