@@ -41,7 +41,7 @@ class AFDConfig:
     """The connector that carries hidden states between the roles. Both roles need
     the same."""
 
-    afd_connector_module_path: str | None = None
+    afd_connector_module_path: str | None = Field(default=None, min_length=1)
     """The Python module path to load `afd_connector` from, for one that is not part
     of vLLM."""
 
@@ -74,9 +74,9 @@ class AFDConfig:
 
     step_timeout_s: float = Field(default=300, gt=0, le=1e9, allow_inf_nan=False)
     """Seconds without progress within a step after which it fails, though the other
-    role shows signs of life. Long prefills are legitimate. In the dummy runs of the
-start, in which attention may compile, FFN waits for connect_timeout_s if that is
-longer."""
+    role shows signs of life. Long prefills are legitimate. During the dummy runs at
+    start, in which attention may compile, FFN waits for the longer of this and
+    `connect_timeout_s`."""
 
     afd_connector_extra_config: dict[str, Any] = Field(default_factory=dict)
     """Any extra config that the connector may need."""
@@ -232,21 +232,9 @@ def _unsupported_ranks(vllm_config: "VllmConfig", afd_config: AFDConfig) -> list
     for name in ("num_attention_ranks", "num_ffn_ranks"):
         if (count := getattr(afd_config, name)) != 1:
             problems.append(f"{name}={count} (only 1 so far)")
-    sizes = {
-        f"--{name.replace('_', '-')}": getattr(parallel_config, name)
-        for name in ("data_parallel_size", "tensor_parallel_size")
-    }
-    problems.extend(
-        f"{flag} {size} (only 1 so far)" for flag, size in sizes.items() if size > 1
-    )
-    own = f"num_{afd_config.afd_role}_ranks"
-    count = getattr(afd_config, own)
-    ranks = parallel_config.data_parallel_size * parallel_config.tensor_parallel_size
-    if count != ranks:
-        problems.append(
-            f"{own}={count} with {' and '.join(f'{f} {n}' for f, n in sizes.items())} "
-            f"(their product is {ranks}, and {own} must equal it)"
-        )
+    for name in ("data", "tensor"):
+        if (size := getattr(parallel_config, f"{name}_parallel_size")) > 1:
+            problems.append(f"--{name}-parallel-size {size} (only 1 so far)")
     for name in ("pipeline", "prefill_context", "decode_context"):
         if (size := getattr(parallel_config, f"{name}_parallel_size")) > 1:
             flag = f"--{name.replace('_', '-')}-parallel-size"

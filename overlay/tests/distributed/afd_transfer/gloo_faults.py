@@ -26,11 +26,13 @@ from vllm.distributed.afd_transfer.afd_connector.base import AFDLayout, AFDTrans
 from vllm.distributed.afd_transfer.afd_connector.gloo_connector import (
     GlooAFDConnector,
 )
+from vllm.distributed.afd_transfer.afd_connector.host_frame import HostFrameSlot
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 
 from .utils import ATTENTION_PEER, FFN_PEER, SOON_S, experts, make_config, make_input
 
 ROWS = 4096
+FEW_ROWS = 5
 # A frame of ROWS rows, 64 MiB, is on its way for a while.
 LAYOUT = AFDLayout(ROWS, 2, 4096, torch.float32)
 STEP_TIMEOUT_S = 1.0
@@ -129,27 +131,45 @@ def submit_large(connector: GlooAFDConnector, sock: socket.socket) -> None:
     handle.wait()
 
 
+def submit_large_with_a_forged_end(
+    connector: GlooAFDConnector, sock: socket.socket
+) -> None:
+    """In the middle of the frame is what would end one of FEW_ROWS rows."""
+    hidden_states = torch.ones(ROWS, LAYOUT.hidden_size)
+    few = HostFrameSlot(LAYOUT, 0, True)
+    nbytes = few.write(transfer(FEW_ROWS), hidden_states[:FEW_ROWS])
+    end = few.buffer[nbytes - 8 : nbytes]
+    hidden_states.view(torch.uint8).view(-1)[nbytes - 72 : nbytes - 64] = end
+    sock.recv(1, socket.MSG_WAITALL)
+    connector.submit(transfer(ROWS), hidden_states).wait()
+
+
 class ArrivedWhole(Exception):
     """The peer was not stopped in time: the case has not happened."""
 
 
-def receive_part(peer: Peer) -> None:
+def receive_part(peer: Peer, rows: int = ROWS) -> None:
     """Let a large frame arrive in part, and stop the peer.
+
+    Args:
+        peer: Sends a frame of ROWS rows.
+        rows: What is expected.
 
     Raises:
         ArrivedWhole: It arrived as a whole before the peer was stopped.
 
     """
     connector = peer.connector
-    connector.post_recv(transfer(ROWS))
-    received = memoryview(connector._lanes[0].incoming.buffer.numpy())
-    received[4096] = 0xA5
+    connector.post_recv(transfer(rows))
+    incoming = connector._lanes[0].incoming
+    received = memoryview(incoming.buffer.numpy())
+    received[4096] = received[-1] = 0xA5
     peer.sock.sendall(b"x")
     deadline = time.monotonic() + SOON_S
-    while received[4096] == 0xA5:
+    while received[4096] == 0xA5 or (rows < ROWS and not incoming.arrived()):
         check(time.monotonic() < deadline, "nothing arrived")
     peer.wait_until_stopped()
-    if connector._lanes[0].incoming.arrived():
+    if received[-1] != 0xA5:
         connector.abort(AFDError("arrived as a whole"))
         connector.close()
         peer.end()
@@ -224,6 +244,16 @@ def stopped_in_the_middle_of_a_frame() -> str:
     receive_part(peer)
     error = peer.expect_error(
         lambda: peer.connector.recv(transfer(ROWS)), STEP_TIMEOUT_S + 2
+    )
+    peer.end()
+    return error
+
+
+def stopped_in_the_middle_of_a_frame_with_a_forged_end() -> str:
+    peer = Peer("ffn", submit_large_with_a_forged_end, STEP_TIMEOUT_S)
+    receive_part(peer, FEW_ROWS)
+    error = peer.expect_error(
+        lambda: peer.connector.recv(transfer(FEW_ROWS)), STEP_TIMEOUT_S + 2
     )
     peer.end()
     return error
@@ -342,6 +372,7 @@ CASES: dict[str, Callable[[], str]] = {
         killed_while_it_receives,
         stopped_while_ffn_waits,
         stopped_in_the_middle_of_a_frame,
+        stopped_in_the_middle_of_a_frame_with_a_forged_end,
         stopped_while_it_receives,
         aborted_while_the_peer_is_stopped,
         aborted_in_the_middle_of_a_frame,

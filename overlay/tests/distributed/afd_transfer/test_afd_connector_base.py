@@ -13,6 +13,8 @@ from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 
 from .utils import FFN_PEER, make_config
 
+pytestmark = pytest.mark.skip_global_cleanup
+
 LAYOUT = AFDLayout(16, 2, 8, torch.bfloat16, logits_size=4)
 
 
@@ -93,8 +95,7 @@ def test_the_first_error_ends_the_session():
     [(90, (90, "connect_timeout_s=90")), (20, (30, "step_timeout_s=30"))],
 )
 def test_a_peer_that_may_compile_gets_more_time(connect_timeout_s, limit):
-    config = make_config(step_timeout_s=30)
-    config.afd_config.connect_timeout_s = connect_timeout_s
+    config = make_config(step_timeout_s=30, connect_timeout_s=connect_timeout_s)
     connector = _Connector(config, "ffn", LAYOUT, FFN_PEER)
     assert connector.recv_limit(may_compile=False) == (30, "step_timeout_s=30")
     assert connector.recv_limit(may_compile=True) == limit

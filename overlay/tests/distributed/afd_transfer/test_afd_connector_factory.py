@@ -12,6 +12,8 @@ from vllm.distributed.afd_transfer.afd_connector.factory import AFDConnectorFact
 
 from .utils import FFN_PEER, Step, connected_pair, make_config, run_steps
 
+pytestmark = pytest.mark.skip_global_cleanup
+
 LAYOUT = AFDLayout(16, 2, 8, torch.float32, logits_size=4)
 
 # What somebody outside vLLM would write: it knows the base class only, and has no
@@ -145,6 +147,8 @@ def test_an_unknown_name_lists_what_there_is(registered):
     ("connector", "module_path", "message"),
     [
         ("X", "no_such_module_anywhere", "afd_connector_module_path 'no_such_module"),
+        ("X", ".x", "afd_connector_module_path '.x' cannot be imported"),
+        ("X", "", "afd_connector_module_path '' cannot be imported"),
         ("X", None, "has no connector 'X'"),
         # The path says where a connector is from, also for a registered name.
         ("RegisteredConnector", None, "has no connector 'RegisteredConnector'"),
@@ -155,7 +159,9 @@ def test_an_unknown_name_lists_what_there_is(registered):
 def test_a_module_path_that_does_not_work(
     registered, third_party_module, connector, module_path, message
 ):
-    config = make_config(connector, module_path or third_party_module)
+    if module_path is None:
+        module_path = third_party_module
+    config = make_config(connector, module_path)
     with pytest.raises(ValueError, match=message):
         AFDConnectorFactory.create_connector(config, "ffn", LAYOUT, FFN_PEER)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import errno
 import hashlib
 import os
 import random
@@ -98,7 +99,7 @@ def test_steps_arrive_in_order(first):
         steps = [
             AFDStep(seq=first, kind="profile", stage_tokens=[128]),
             AFDStep(seq=first + 1, kind="eager", stage_tokens=[0, 128]),
-            AFDStep(seq=first + 2, kind="replay", stage_tokens=[5, 9], graph_key="k"),
+            AFDStep(seq=first + 2, kind="warmup", stage_tokens=[5, 9]),
         ]
         for s in steps:
             attention.send_step(s)
@@ -782,6 +783,23 @@ def connect(port: int, **kwargs) -> AFDControl:
 def serve(server: socket.socket) -> tuple[RawPeer, AFDHello]:
     raw = RawPeer(server.accept()[0])
     return raw, raw.handshake(hello("ffn"))
+
+
+def test_a_connection_that_ends_at_once_is_closed(monkeypatch):
+    class Ended(socket.socket):
+        def getpeername(self):
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    made = []
+
+    def create_connection(*args, **kwargs):
+        made.append(Ended())
+        return made[-1]
+
+    monkeypatch.setattr(control_module.socket, "create_connection", create_connection)
+    with pytest.raises(AFDHandshakeError, match="endpoint is not connected"):
+        connect(1, connect_timeout_s=0.1)
+    assert made and all(sock.fileno() == -1 for sock in made)
 
 
 @repeat(30)

@@ -9,7 +9,9 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -41,6 +43,8 @@ from .utils import (
     make_input,
     run_steps,
 )
+
+pytestmark = pytest.mark.skip_global_cleanup
 
 LAYOUT = AFDLayout(64, 2, 48, torch.bfloat16, logits_size=8)
 TRANSFER = AFDTransfer(seq=3, layer=1, stage=0, num_stages=1, rows=5, logits_size=8)
@@ -164,13 +168,14 @@ def test_who_owns_which_memory():
         assert all(torch.equal(output, expected) for output in outputs)
 
 
-def test_an_output_may_be_the_input():
+@pytest.mark.parametrize("logits_size", [0, 8])
+def test_an_output_may_be_the_input(logits_size):
     with connected_pair(LAYOUT) as (attention, ffn):
         ffn.post_recv(TRANSFER)
         handle = attention.submit(TRANSFER, *make_input(LAYOUT, TRANSFER))
         received, _ = ffn.recv(TRANSFER)
         received *= 2
-        ffn.post_recv(replace(TRANSFER, layer=2))
+        ffn.post_recv(replace(TRANSFER, layer=2, logits_size=logits_size))
         ffn.send(TRANSFER, received)
         assert torch.equal(handle.wait(), make_input(LAYOUT, TRANSFER)[0] * 2)
 
@@ -207,6 +212,110 @@ def test_done_if_it_is_too_late():
             assert time.monotonic() < deadline
         with pytest.raises(AFDPeerError, match="did not arrive within"):
             handle.wait()
+
+
+class SlowGroup:
+    """A group of a process that does not run between a frame and its fence."""
+
+    def __init__(self, connector: GlooAFDConnector):
+        self._group = connector._group
+        self.may_go_on = threading.Event()
+        connector._group = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str):
+        return getattr(self._group, name)
+
+    def send(self, tensors, rank, tag):
+        if tag >= 100:
+            assert self.may_go_on.wait(SOON_S)
+        return self._group.send(tensors, rank, tag)
+
+
+def test_done_means_that_wait_does_not_block():
+    with connected_pair(LAYOUT) as (attention, ffn), ThreadPoolExecutor() as pool:
+        for layer in range(2):
+            transfer = replace(TRANSFER, layer=layer)
+            group = SlowGroup(ffn)
+            ffn.post_recv(transfer)
+            handle = attention.submit(transfer, *make_input(LAYOUT, transfer))
+            output = experts(transfer, *ffn.recv(transfer))
+            sent = pool.submit(ffn.send, transfer, output)
+            deadline = time.monotonic() + SOON_S
+            while not handle.done():
+                assert time.monotonic() < deadline
+            start = time.monotonic()
+            assert torch.equal(handle.wait(), output)
+            assert time.monotonic() - start < 0.5
+            group.may_go_on.set()
+            sent.result(SOON_S)
+
+
+def test_a_complete_input_is_received_before_its_fence():
+    with connected_pair(LAYOUT) as (attention, ffn), ThreadPoolExecutor() as pool:
+        for layer in range(2):
+            transfer = replace(TRANSFER, layer=layer)
+            hidden_states, router_logits = make_input(LAYOUT, transfer)
+            group = SlowGroup(attention)
+            ffn.post_recv(transfer)
+            sent = pool.submit(attention.submit, transfer, hidden_states, router_logits)
+            deadline = time.monotonic() + SOON_S
+            while not ffn._lanes[0].incoming.arrived():
+                assert time.monotonic() < deadline
+            assert torch.equal(ffn.recv(transfer)[0], hidden_states)
+            ffn.send(transfer, hidden_states)
+            assert not sent.done()
+            group.may_go_on.set()
+            assert torch.equal(sent.result(SOON_S).wait(), hidden_states)
+
+
+@pytest.mark.parametrize("ended_by", ["timeout", "abort"])
+def test_a_fence_that_never_comes(ended_by):
+    step_timeout_s = 1 if ended_by == "timeout" else SOON_S
+    config = make_config(step_timeout_s=step_timeout_s)
+    with connected_pair(LAYOUT, config) as (attention, ffn):
+        group = SlowGroup(ffn)
+        group.may_go_on.set()
+        group.send = lambda tensors, rank, tag: (  # type: ignore[method-assign]
+            SimpleNamespace(wait=lambda timeout: True)
+            if tag >= 100
+            else SlowGroup.send(group, tensors, rank, tag)
+        )
+        ffn.post_recv(TRANSFER)
+        handle = attention.submit(TRANSFER, *make_input(LAYOUT, TRANSFER))
+        ffn.send(TRANSFER, experts(TRANSFER, *ffn.recv(TRANSFER)))
+        deadline = time.monotonic() + SOON_S
+        while not handle.done():
+            assert time.monotonic() < deadline
+        handle.wait()
+        error = AFDPeerError(f"{FFN_PEER} sent no heartbeat")
+        if ended_by == "abort":
+            threading.Timer(0.2, attention.abort, [error]).start()
+        start = time.monotonic()
+        again = replace(TRANSFER, layer=2)
+        with pytest.raises(AFDPeerError, match=re.escape(FFN_PEER)) as raised:
+            attention.submit(again, *make_input(LAYOUT, again))
+        assert time.monotonic() - start < 3
+        assert (raised.value is error) == (ended_by == "abort")
+
+
+def test_a_peer_that_compiles_has_more_time():
+    config = make_config(step_timeout_s=0.5)
+    with connected_pair(LAYOUT, config) as (attention, ffn):
+        hidden_states, router_logits = make_input(LAYOUT, TRANSFER)
+
+        def submit() -> None:
+            time.sleep(1)
+            attention.submit(TRANSFER, hidden_states, router_logits)
+
+        ffn.post_recv(TRANSFER)
+        (received, _), _ = in_threads(lambda: ffn.recv(TRANSFER, True), submit)
+        assert torch.equal(received, hidden_states)
+        ffn.send(TRANSFER, received)
+
+        again = replace(TRANSFER, layer=2)
+        ffn.post_recv(again)
+        with pytest.raises(AFDPeerError, match="within step_timeout_s=0.5"):
+            ffn.recv(again)
 
 
 def test_other_threads_run_during_a_wait():
@@ -714,6 +823,55 @@ def test_a_peer_that_leaves_after_the_addresses(role):
     assert time.monotonic() - start < SOON_S / 2
     connector.close()
     gone.close()
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_connect_takes_no_longer_than_it_may(role):
+    """Also if it takes some time to swap the addresses, and nothing comes after."""
+    attention_end, ffn_end = blob_exchanges()
+    ends = {"attention": attention_end, "ffn": ffn_end}
+    peer_role = "ffn" if role == "attention" else "attention"
+    connector = GlooAFDConnector(make_config(), role, LAYOUT, "the peer")
+    peer = GlooAFDConnector(make_config(), peer_role, LAYOUT, "peer")
+    peer._send = lambda *args: None  # type: ignore[method-assign]
+
+    def swap_late(data: bytes) -> bytes:
+        time.sleep(2)
+        return ends[peer_role](data)
+
+    def connect():
+        start = time.monotonic()
+        with pytest.raises(AFDPeerError, match="the peer .* connect_timeout_s=3"):
+            connector.connect(ends[role], "127.0.0.1", 3)
+        return time.monotonic() - start
+
+    def connect_peer():
+        peer.connect(swap_late, "127.0.0.1", SOON_S)
+
+    took_s, _ = in_threads(connect, connect_peer)
+    assert took_s < 4.5
+    connector.close()
+    peer.close()
+
+
+@pytest.mark.parametrize("text", ["a\nERROR \x1b[31m", "x" * 5000])
+@pytest.mark.parametrize("place", ["name", "value", "unknown field"])
+def test_a_peer_cannot_write_lines_into_the_log(text, place):
+    def exchange(data: bytes) -> bytes:
+        blob = msgspec.msgpack.decode(data)
+        if place == "unknown field":
+            blob[text] = 1
+        else:
+            blob["layout"]["hidden_size" if place == "value" else text] = text
+        return msgspec.msgpack.encode(blob)
+
+    connector = GlooAFDConnector(make_config(), "ffn", LAYOUT, ATTENTION_PEER)
+    with pytest.raises(AFDHandshakeError) as raised:
+        connector.connect(exchange, "127.0.0.1", SOON_S)
+    error = str(raised.value)
+    assert error.startswith(ATTENTION_PEER) and error.isprintable()
+    assert len(error) < 2500
+    connector.close()
 
 
 @linux_only

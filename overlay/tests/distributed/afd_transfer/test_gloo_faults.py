@@ -13,6 +13,8 @@ import pytest
 from . import gloo_faults
 from .utils import ATTENTION_PEER, FFN_PEER
 
+pytestmark = pytest.mark.skip_global_cleanup
+
 # More show what happens seldom, in minutes a case.
 REPETITIONS = int(os.environ.get("AFD_FAULT_REPETITIONS", "3"))
 REPOSITORY = Path(__file__).parents[3]

@@ -142,6 +142,14 @@ def test_quite_another_model_is_described_shortly():
     assert mismatches[8:] == ["4 more facts of the model"]
 
 
+def test_a_peer_cannot_write_lines_into_the_log():
+    facts = {"a\nERROR \x1b[31m": "b\nc\x1b[31m"}
+    for ours, theirs in (("attention", "ffn"), ("ffn", "attention")):
+        (mismatch,) = compare_hellos(hello(ours, model={}), hello(theirs, model=facts))
+        assert mismatch.startswith("model a ERROR ?[31m: ")
+        assert mismatch.isprintable()
+
+
 def test_all_mismatches_are_named_at_once():
     attention = hello("attention")
     ffn = hello("ffn", dtype="float32", hidden_size=1, layers=LAYERS[1:], model={})

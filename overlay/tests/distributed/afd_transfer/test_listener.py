@@ -234,14 +234,15 @@ def test_a_mismatch_is_named_on_both_sides(field, value, text, caplog_vllm):
 
 def test_the_timeout_says_who_was_refused():
     with make_pair() as pair:
-        ffn = pair.accept(timeout_s=3)
-        with pytest.raises(AFDHandshakeError):
-            pair.connect(dtype="float32").result(TIMEOUT_S)
-        with pytest.raises(
-            AFDHandshakeError,
-            match="the last was 127.0.0.1:.* dtype: attention",
-        ):
-            ffn.result(TIMEOUT_S)
+        for timeout_s in (0.5, 2, 8):  # The first is for an idle machine.
+            ffn = pair.accept(timeout_s=timeout_s)
+            with pytest.raises(AFDHandshakeError):
+                pair.connect(dtype="float32").result(TIMEOUT_S)
+            error = ffn.exception(TIMEOUT_S)
+            assert isinstance(error, AFDHandshakeError)
+            if "the last was" in str(error):
+                break
+        assert re.search("the last was 127.0.0.1:.* dtype: attention", str(error))
         # It is of no interest to those who wait later.
         with pytest.raises(AFDHandshakeError, match=r"within 0.2 s\.$"):
             pair.accept(timeout_s=0.2).result(TIMEOUT_S)
@@ -499,7 +500,8 @@ def test_junk_does_not_fill_the_log(caplog_vllm):
 
 @pytest.mark.parametrize("stage", ["connected", "challenged", "half a frame"])
 def test_strangers_that_stay_do_not_keep_the_peer_out(stage):
-    with make_pair() as pair:
+    # Their time is up long after the test's.
+    with make_pair(heartbeat_timeout_s=10 * TIMEOUT_S) as pair:
         ffn = pair.accept()
         for _ in range(60):
             raw = pair.raw()
@@ -512,10 +514,7 @@ def test_strangers_that_stay_do_not_keep_the_peer_out(stage):
                     ),
                     TIMEOUT_S,
                 )
-        start = time.monotonic()
         pair.check_session(pair.connect(), ffn)
-        # Well before the time of the strangers is up, in number and in threads.
-        assert time.monotonic() - start < 8
         assert names().count("afd-handshake") <= 2 * AFDListener._MAX_HANDSHAKES
 
 
@@ -642,17 +641,35 @@ def test_accept_can_be_stopped():
 
 @repeat(30)
 def test_close_ends_accept_and_handshakes():
-    with make_pair() as pair:
+    # Which would go on for longer than the test waits.
+    with make_pair(heartbeat_timeout_s=10 * TIMEOUT_S) as pair:
         waiting = pair.accept(timeout_s=None)
         raw = pair.raw()
         wait_until(lambda: "afd-handshake" in names(), "the handshake")
-        start = time.monotonic()
         for end in [background(pair.listener.close) for _ in range(3)]:
             end.result(TIMEOUT_S)
         assert waiting.result(TIMEOUT_S) is None
         assert raw.recv_until_closed() == b""
-        assert time.monotonic() - start < 5
         assert pair.listener.accept(hello("ffn"), 1) is None
+
+
+def test_close_while_a_handshake_begins(monkeypatch):
+    closing = []
+    start = threading.Thread.start
+
+    def close_and_start(thread):
+        if thread.name == "afd-handshake":
+            closing.append(background(pair.listener.close))
+            time.sleep(1.5)  # Longer than close() waits for a thread.
+        start(thread)
+
+    with make_pair() as pair:
+        monkeypatch.setattr(threading.Thread, "start", close_and_start)
+        pair.listener.listen()
+        raw = pair.raw()
+        wait_until(lambda: closing, "the handshake")
+        closing[0].result(TIMEOUT_S)
+        assert raw.recv_until_closed() == b""
 
 
 def test_closed_before_it_listens():

@@ -30,6 +30,7 @@ def make_config(
     connector: str = "GlooAFDConnector",
     module_path: str | None = None,
     step_timeout_s: float = SOON_S,
+    connect_timeout_s: float = SOON_S,
 ) -> Any:
     """The part of a VllmConfig that connectors and their factory read."""
     return SimpleNamespace(
@@ -37,6 +38,7 @@ def make_config(
             afd_connector=connector,
             afd_connector_module_path=module_path,
             step_timeout_s=step_timeout_s,
+            connect_timeout_s=connect_timeout_s,
         )
     )
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def load_generator() -> ModuleType:
     """The script that writes docs/features/afd_models.md."""
-    path = ROOT / "tools" / "pre_commit" / "generate_afd_model_docs.py"
+    path = ROOT / "tools" / "generate_afd_model_docs.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     # Its dataclass looks for its module.

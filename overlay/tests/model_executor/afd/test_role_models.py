@@ -219,6 +219,7 @@ def test_construction_peaks_at_one_layer_over_what_is_kept(
         ("Qwen3MoeForCausalLM", "ffn", "model.layers.0.mlp.experts.7.down_proj.weight"),
         ("Qwen3MoeForCausalLM", "ffn", "model.layers.0.mlp.gate.weight"),
         ("Qwen3MoeForCausalLM", "attention", "model.layers.0.self_attn.k_proj.weight"),
+        ("Qwen3MoeForCausalLM", "attention", "model.layers.0.self_attn.v_proj.weight"),
         ("Qwen3MoeForCausalLM", "attention", "model.norm.weight"),
         # Loaders written by hand
         ("DeepseekV3ForCausalLM", "ffn", "model.layers.2.mlp.experts.0.up_proj.weight"),
@@ -250,6 +251,15 @@ def test_a_missing_weight_fails_the_role_that_needs_it(
         load(tmp_path, role)
     other = "attention" if role == "ffn" else "ffn"
     load(tmp_path, other)
+
+
+def test_values_that_are_the_keys_are_not_missed(roles, tiny_model):
+    folder = tiny_model("Gemma4ForCausalLM", attention_k_eq_v=True)
+    assert not any("v_proj" in name for name in load_file(folder / "model.safetensors"))
+    expected = logits(load(folder, None))
+    attention = load(folder, "attention")
+    connect(load(folder, "ffn"), attention)
+    torch.testing.assert_close(logits(attention), expected, atol=1e-5, rtol=0)
 
 
 def test_facts_tell_models_and_not_places_apart(roles, tiny_model, tmp_path):

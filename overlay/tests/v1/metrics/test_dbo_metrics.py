@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.cpu_test, pytest.mark.skip_global_cleanup]
 
 REASONS = get_args(UnsplitReason)
 ALL_STATS = [
-    DBOStats(num_exchanges=48, num_exchanges_overlapped=40),
-    DBOStats(num_exchanges=48, num_exchanges_overlapped=0),
-    DBOStats(num_exchanges=48),
+    DBOStats(num_yields=48),
     DBOStats(),
     *(DBOStats(unsplit_reason=reason) for reason in REASONS),
 ]
@@ -59,37 +57,25 @@ def _logged(log: Callable[[Any], Any]) -> list[str]:
         (
             {"threshold": 250, "prefix_veto": 30, "split": 120},
             "DBO: 120 of 400 steps split (threshold 250, prefix veto 30), "
-            "48.0 exchanges per split step",
+            "48.0 yields per split step",
         ),
         ({"threshold": 7}, "DBO: 0 of 7 steps split (threshold 7)"),
-        ({"split": 3}, "DBO: 3 of 3 steps split, 48.0 exchanges per split step"),
+        ({"split": 3}, "DBO: 3 of 3 steps split, 48.0 yields per split step"),
         # Nothing yields in a replayed graph, which must not spoil the average.
         ({"replay": 3}, "DBO: 3 of 3 steps split"),
         (
             {"replay": 3, "split": 1, "graph": 1},
-            "DBO: 4 of 5 steps split (graph 1), 48.0 exchanges per split step",
+            "DBO: 4 of 5 steps split (graph 1), 48.0 yields per split step",
         ),
         # A model whose microbatches run one after the other.
-        ({"silent": 2}, "DBO: 2 of 2 steps split, 0.0 exchanges per split step"),
-        (
-            {"overlapped": 2, "late": 2},
-            "DBO: 4 of 4 steps split, 48.0 exchanges per split step, "
-            "25.0% of them overlapped",
-        ),
-        (
-            {"late": 2},
-            "DBO: 2 of 2 steps split, 48.0 exchanges per split step, "
-            "0.0% of them overlapped",
-        ),
+        ({"silent": 2}, "DBO: 2 of 2 steps split, 0.0 yields per split step"),
     ],
 )
 def test_log_line(steps: dict[str, int], line: str | None):
     kinds = {
-        "split": DBOStats(num_exchanges=48),
+        "split": DBOStats(num_yields=48),
         "replay": DBOStats(),
-        "silent": DBOStats(num_exchanges=0),
-        "overlapped": DBOStats(num_exchanges=48, num_exchanges_overlapped=24),
-        "late": DBOStats(num_exchanges=48, num_exchanges_overlapped=0),
+        "silent": DBOStats(num_yields=0),
         **{reason: DBOStats(unsplit_reason=reason) for reason in REASONS},
     }
     logging = DBOLogging()
@@ -141,7 +127,7 @@ def test_prometheus_counters_of_each_engine(
 
     def expected(engine: int, *counts: float, **unsplit: float) -> dict[str, float]:
         labels = f'engine="{engine}",model_name="model"'
-        names = ("steps", "split_steps", "exchanges", "exchanges_overlapped")
+        names = ("steps", "split_steps", "yields")
         return {
             f"vllm:dbo_{name}_total{{{labels}}}": count
             for name, count in zip(names, counts, strict=True)
@@ -152,15 +138,15 @@ def test_prometheus_counters_of_each_engine(
             for reason in REASONS
         }
 
-    assert _exposed(registry) == expected(0, 0, 0, 0, 0) | expected(1, 0, 0, 0, 0)
+    assert _exposed(registry) == expected(0, 0, 0, 0) | expected(1, 0, 0, 0)
 
     for stats in ALL_STATS:
         prom.observe(stats, 1)
     for reason in ("threshold", "threshold", "dp_vote"):
         prom.observe(DBOStats(unsplit_reason=reason), 0)
     assert _exposed(registry) == (
-        expected(0, 3, 0, 0, 0, threshold=2, dp_vote=1)
-        | expected(1, 4 + len(REASONS), 4, 144, 40, **dict.fromkeys(REASONS, 1))
+        expected(0, 3, 0, 0, threshold=2, dp_vote=1)
+        | expected(1, 2 + len(REASONS), 2, 48, **dict.fromkeys(REASONS, 1))
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from tests.distributed.afd_transfer.control_utils import free_port
 from vllm.config.afd import AFDConfig
 from vllm.distributed.afd_transfer import afd_session
+from vllm.distributed.afd_transfer.control import AFDControl
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 from vllm.distributed.afd_transfer.messages import AFDLayerInfo
 from vllm.v1.worker import (
@@ -306,6 +307,36 @@ def test_ffn_serves_the_next_one_after_a_goodbye(
     assert not failures.errors
 
 
+def test_ffn_serves_the_next_one_after_a_goodbye_before_the_data_plane(
+    gate_on_ffn: Servers,
+) -> None:
+    failures = Failures()
+    gate_on_ffn.start_ffn(failures)
+    config = gate_on_ffn._config("attention", 1)
+    hello = afd_session.describe_server(config, torch.nn.Module())
+    for _ in range(3):
+        # As a server that is told to shut down while it connects does.
+        AFDControl.connect(config.afd_config, hello).close()
+    gate_on_ffn.run_step(gate_on_ffn.connect(failures), 3)
+    assert not failures.errors
+
+
+def test_ffn_ends_if_attention_fails_before_the_data_plane(
+    gate_on_ffn: Servers,
+) -> None:
+    failures = Failures()
+    ffn = gate_on_ffn.start_ffn(failures)
+    config = gate_on_ffn._config("attention", 1)
+    hello = afd_session.describe_server(config, torch.nn.Module())
+    control = AFDControl.connect(config.afd_config, hello)
+    control.fail("no such interface")
+    control.close()
+    error = failures.wait()
+    assert isinstance(error, AFDPeerError)
+    assert "no such interface" in str(error)
+    _join(ffn)
+
+
 @pytest.mark.parametrize("in_step", [False, True])
 def test_death_of_attentions_parent_ends_ffn(
     gate_on_ffn: Servers, in_step: bool, monkeypatch: pytest.MonkeyPatch
@@ -528,15 +559,6 @@ def test_model_that_leaves_layers_out(gate_on_ffn: Servers) -> None:
     with pytest.raises(AFDError, match=rf"\[1\] of the {NUM_LAYERS} MoE layers"):
         attention.end_step()
     assert "MoE layers" in str(failures.wait())
-
-
-@pytest.mark.parametrize("kind", ["capture", "replay"])
-def test_graphs_are_refused(gate_on_ffn: Servers, kind: str) -> None:
-    failures = Failures()
-    gate_on_ffn.start_ffn(failures)
-    attention = gate_on_ffn.connect(Failures())
-    attention.begin_step(kind, [2])
-    assert repr(kind) in str(failures.wait())
 
 
 class BaseRunner:

@@ -185,6 +185,28 @@ def test_each_session_has_its_own(servers: Servers, tmp_path: Path) -> None:  # 
     assert not list(tmp_path.glob("afd-attention-*.jsonl"))
 
 
+def test_the_peer_does_not_wait_for_the_disk(
+    servers: Servers,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ffn = servers.start_ffn(Failures())
+    attention: AFDAttention = servers.connect(Failures(), trace_dir=str(tmp_path))
+    servers.run_step(attention, 2)
+    trace, control = attention.session.trace, ffn._control
+    assert trace is not None and control is not None
+    close = trace.close
+    said: list[bool] = []
+
+    def stalled_close() -> None:
+        said.append(control.peer_said_bye)
+        close()
+
+    trace.close = stalled_close  # type: ignore[method-assign]
+    servers.close()
+    assert said == [True]
+    assert [step["seq"] for step in Trace(tmp_path, "attention").steps] == [1]
+
+
 def test_a_trace_that_ends_early_is_no_harm(
     servers: Servers,  # noqa: F811
     tmp_path: Path,

@@ -116,7 +116,7 @@ class _HandOffModel(torch.nn.Module):
 def test_microbatches_hand_off_on_either_stream():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-    # A failing microbatch leaves its sibling parked.
+    # A lost hand-off must not hang the test run.
     faulthandler.dump_traceback_later(60, exit=True)
 
     vllm_config = VllmConfig()

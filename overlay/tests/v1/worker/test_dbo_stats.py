@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.ubatch_utils import (
     maybe_build_ubatch_runner,
 )
 from vllm.v1.worker.ubatch_utils import UBatchSlice
-from vllm.v1.worker.ubatching import dbo_record_exchange, dbo_yield
+from vllm.v1.worker.ubatching import dbo_yield
 
 pytestmark = pytest.mark.skip_global_cleanup
 
@@ -111,7 +111,7 @@ def _stats_of_step(
     )
     # A reason is given if and only if the step was not split.
     assert (stats.unsplit_reason is None) == (desc.num_ubatches == 2)
-    assert stats.num_exchanges is None
+    assert stats.num_yields is None
     return stats
 
 
@@ -188,7 +188,7 @@ def test_reason_with_two_ranks(
     assert _stats_of_step(peer=peer, **step).unsplit_reason == reason
 
 
-def test_replayed_graph_is_a_split_step_without_exchanges():
+def test_replayed_graph_is_a_split_step_without_yields():
     desc = BatchExecutionDescriptor(
         cg_mode=CUDAGraphMode.FULL, num_tokens=64, num_reqs=64, num_ubatches=2
     )
@@ -199,23 +199,17 @@ def test_replayed_graph_is_a_split_step_without_exchanges():
 
 
 class _Model(torch.nn.Module):
-    """Yields three times, and may report what it found when it resumed."""
-
-    def __init__(self, ready: list[bool] | None):
-        super().__init__()
-        self.ready = ready
+    """Yields three times."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs) -> torch.Tensor:
-        for i in range(3):
+        for _ in range(3):
             dbo_yield()
-            if self.ready is not None:
-                dbo_record_exchange(self.ready[i])
         return input_ids.float()
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="runs threads on CPU")
 @spawn_new_process_for_each_test
-def test_exchanges_of_a_step_are_counted():
+def test_yields_of_a_step_are_counted():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
     faulthandler.dump_traceback_later(60, exit=True)
@@ -241,15 +235,10 @@ def test_exchanges_of_a_step_are_counted():
         return stats
 
     # Each of the two microbatches yields three times.
-    assert run(_Model(None), DBOStats()) == DBOStats(None, 6, None)
-    assert run(_Model([True, False, True]), DBOStats()) == DBOStats(None, 6, 4)
-    assert run(_Model([False] * 3), DBOStats()) == DBOStats(None, 6, 0)
+    assert run(_Model(), DBOStats()) == DBOStats(num_yields=6)
     # A dummy run has no statistics to add to.
-    run(_Model([True] * 3), None)
-    assert run(_Model(None), DBOStats()) == DBOStats(None, 6, None)
-    # Without microbatches, an exchange has nothing to overlap with.
-    dbo_record_exchange(True)
-    _Model([True] * 3)(input_ids)
+    run(_Model(), None)
+    assert run(_Model(), DBOStats()) == DBOStats(num_yields=6)
 
 
 @pytest.mark.parametrize("dp_size, warns", [(1, True), (2, False)])
@@ -353,8 +342,7 @@ def test_counters_equal_what_was_run(tmp_path):
         [
             "steps",
             "split_steps",
-            "exchanges",
-            "exchanges_overlapped",
+            "yields",
             "too_small",
             "threshold",
             "prefix_veto",
@@ -364,9 +352,10 @@ def test_counters_equal_what_was_run(tmp_path):
         0,
     )
 
-    def check(exchanges_per_step: int = 6, **more: int) -> None:
+    def check(**more: int) -> None:
         more["steps"] = sum(more.values())
-        more["exchanges"] = more.get("split_steps", 0) * exchanges_per_step
+        # Each of the two microbatches yields in each of the three layers.
+        more["yields"] = more.get("split_steps", 0) * 6
         for name, count in more.items():
             expected[name] += count
         assert _dbo_counters(llm) == expected
@@ -405,27 +394,6 @@ def test_counters_equal_what_was_run(tmp_path):
         llm.collective_rpc(lambda worker: worker.model_runner._dummy_run(100) and None)
     assert run.call_count == 1
     check()
-
-    # What reports its exchanges is counted, per microbatch.
-    class Reports(torch.nn.Module):
-        def __init__(self, model: torch.nn.Module):
-            super().__init__()
-            self.model = model
-
-        def forward(self, **inputs):
-            dbo_record_exchange(True)
-            dbo_record_exchange(False)
-            return self.model(**inputs)
-
-    run = UBatchRunner.run
-
-    def run_reporting(self, model, *args):
-        return run(self, Reports(model), *args)
-
-    with patch.object(UBatchRunner, "run", run_reporting):
-        _generate(llm, [_random_prompt(70)], max_tokens=1)
-    expected["exchanges_overlapped"] += 2
-    check(split_steps=1)
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="runs an engine on CPU")

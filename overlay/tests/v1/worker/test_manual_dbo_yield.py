@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""`torch.ops.vllm.manual_dbo_yield` hands off once per decoder layer (DBO).
+"""`torch.ops.vllm.manual_dbo_yield` hands off after each self-attention (DBO).
 
 It has to hand off however the model is compiled, and to be absent where another
 yield or no yield is wanted. `test_ubatching.py` has the fakes of the streams.

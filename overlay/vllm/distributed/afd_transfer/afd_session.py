@@ -98,7 +98,6 @@ class AFDSession:
         self.control = control
         self.peer = control.peer
         self.layers: list[AFDLayerInfo] = hello.layers
-        self.peer_said_bye = False
         self._on_failure = on_failure
         # None only if it could not be created.
         self.connector: AFDConnectorBase = None  # type: ignore[assignment]
@@ -140,7 +139,6 @@ class AFDSession:
             self._on_failure(error)
 
     def _peer_left(self) -> None:
-        self.peer_said_bye = True
         # It may be in the middle of a step.
         self.connector.abort(AFDError(f"{self.peer} has ended the session."))
 

@@ -181,17 +181,17 @@ class AFDControl:
 
     @classmethod
     def _connect_once(
-        cls,
-        config: "AFDConfig",
-        hello: AFDHello,
-        secret: bytes | None,
-        deadline: float,
+        cls, config: "AFDConfig", hello: AFDHello, secret: bytes | None, deadline: float
     ) -> "AFDControl":
         sock = socket.create_connection(
             (config.afd_host, config.afd_port),
             timeout=max(deadline - time.monotonic(), 0.01),
         )
-        channel = AFDChannel(sock)
+        try:
+            channel = AFDChannel(sock)
+        except OSError:
+            sock.close()  # It has gone already.
+            raise
         try:
             if sock.getsockname() == sock.getpeername():
                 # TCP connects a port to itself if the kernel happens to choose it.

@@ -139,7 +139,11 @@ def compare_hellos(ours: AFDHello, theirs: AFDHello) -> list[str]:
         if getattr(attention, field) != getattr(ffn, field)
     ]
     facts = [
-        differ(f"model {name}", attention.model.get(name), ffn.model.get(name))
+        differ(
+            f"model {clean_text(name)}",
+            attention.model.get(name),
+            ffn.model.get(name),
+        )
         for name in attention.model | ffn.model
         if attention.model.get(name) != ffn.model.get(name)
     ]

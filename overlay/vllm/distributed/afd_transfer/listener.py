@@ -240,13 +240,12 @@ class AFDListener:
                 del self._handshakes[oldest]
                 self._cond.notify_all()
             self._handshakes[channel] = thread
-        try:
-            thread.start()
-        except RuntimeError as e:
-            logger.warning("Cannot serve %s: %s.", channel.peer_address, e)
-            with self._cond:
-                self._handshakes.pop(channel, None)
-            channel.close()
+            try:
+                thread.start()  # close() joins those that it finds.
+            except RuntimeError as e:
+                logger.warning("Cannot serve %s: %s.", channel.peer_address, e)
+                del self._handshakes[channel]
+                channel.close()
 
     def _handshake(self, channel: AFDChannel) -> None:
         deadline = time.monotonic() + self._config.heartbeat_timeout_s

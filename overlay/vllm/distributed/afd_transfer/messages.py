@@ -118,10 +118,9 @@ class AFDStep(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]
 
     seq: _Count
     """One more than that of the step before."""
-    kind: Literal["eager", "warmup", "capture", "replay", "profile"]
+    kind: Literal["eager", "warmup", "profile"]
     stage_tokens: Annotated[list[_Count], Meta(min_length=1, max_length=MAX_STAGES)]
     """Rows of each stage, padding included. 0 is legal."""
-    graph_key: _Name | None = None
 
 
 class AFDBlob(AFDMessage, frozen=True, kw_only=True):  # type: ignore[call-arg]

@@ -55,11 +55,11 @@ _session_numbers = itertools.count(1)
 AFDTraceEventName: TypeAlias = Literal["compute", "send", "yield", "wait", "recv"]
 
 
-class _Line(msgspec.Struct, tag_field="type", gc=False):
+class _Line(msgspec.Struct, tag_field="type", gc=False):  # type: ignore[call-arg]
     """Base of all lines; `type` says which it is."""
 
 
-class AFDTraceHeader(_Line, tag="header", kw_only=True):
+class AFDTraceHeader(_Line, tag="header", kw_only=True):  # type: ignore[call-arg]
     format: str
     version: int
     role: str
@@ -77,7 +77,7 @@ class AFDTraceHeader(_Line, tag="header", kw_only=True):
     """Taken together with `monotonic_ns`."""
 
 
-class AFDTraceEvent(_Line, tag="event"):
+class AFDTraceEvent(_Line, tag="event"):  # type: ignore[call-arg]
     event: AFDTraceEventName
     begin_ns: int
     end_ns: int
@@ -87,7 +87,7 @@ class AFDTraceEvent(_Line, tag="event"):
     rows: int
 
 
-class AFDTraceStep(_Line, tag="step"):
+class AFDTraceStep(_Line, tag="step"):  # type: ignore[call-arg]
     """A step that the model ran to its end. Comes after its events."""
 
     kind: str
@@ -97,7 +97,7 @@ class AFDTraceStep(_Line, tag="step"):
     stage_tokens: list[int]
 
 
-class AFDTraceClock(_Line, tag="clock"):
+class AFDTraceClock(_Line, tag="clock"):  # type: ignore[call-arg]
     """The peer's clock, from a heartbeat: its value, less ours at the same time. It
     is exact to half of the round trip."""
 
@@ -106,13 +106,13 @@ class AFDTraceClock(_Line, tag="clock"):
     round_trip_ns: int
 
 
-class AFDTraceDropped(_Line, tag="dropped"):
+class AFDTraceDropped(_Line, tag="dropped"):  # type: ignore[call-arg]
     """Lines that are missing here, as the disk was too slow."""
 
     count: int
 
 
-class AFDTraceEnd(_Line, tag="end"):
+class AFDTraceEnd(_Line, tag="end"):  # type: ignore[call-arg]
     """The last line of a file that was closed."""
 
     monotonic_ns: int

@@ -122,6 +122,9 @@ def build_role_model(
         _drop_all_but_experts(model, construction)
     model.afd_layers = construction.layers
     model.afd_dropped = construction.dropped
+    # Gemma 4 can use its keys as values too.
+    k_eq_v = getattr(vllm_config.model_config.hf_text_config, "attention_k_eq_v", False)
+    model.afd_optional_shards = {"v_proj"} if k_eq_v else set[str]()
     # Loaders call it, whichever they are.
     model.load_weights = functools.partial(load_role_weights, model)
     return model
@@ -336,11 +339,10 @@ def _missing_shards(model: nn.Module, loaded: set[str], seen: set[str]) -> list[
                 if f".{part}." not in name:
                     continue
                 if name.replace(f".{part}.", f".{fused}.") in loaded:
-                    # Some models use their keys as values too.
                     others = {
                         name.replace(f".{part}.", f".{p}.")
                         for p in parts
-                        if p != "v_proj"
+                        if p not in model.afd_optional_shards
                     }
                     missing += others - seen
     return list(set(missing))

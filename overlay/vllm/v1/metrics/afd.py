@@ -73,7 +73,7 @@ class AFDProm:
     The share of the exchanges of split steps that overlapped can be calculated
     using a PromQL query:
 
-      rate(vllm:afd_exchanges_overlapped_total[$interval]) /
+      rate(vllm:afd_exchanges_overlapped_total[$interval]) / ignoring(split)
       rate(vllm:afd_exchanges_total{split="true"}[$interval])
 
     and the share of the time in which the attention role waited for the FFN role:

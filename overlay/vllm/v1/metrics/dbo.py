@@ -39,10 +39,7 @@ class DBOStats:
     unsplit_reason: UnsplitReason | None = None
     # How often a microbatch yielded. None if the step was not split or replayed a
     # CUDA graph, where no thread yields.
-    num_exchanges: int | None = None
-    # Those whose peer's answer was there when the microbatch resumed. None if
-    # nothing reported it, see `dbo_record_exchange`.
-    num_exchanges_overlapped: int | None = None
+    num_yields: int | None = None
 
 
 class DBOLogging:
@@ -58,23 +55,18 @@ class DBOLogging:
     def reset(self) -> None:
         self.num_steps = 0
         self.unsplit: Counter[UnsplitReason] = Counter()
-        # Split steps that did not replay a CUDA graph, and their exchanges.
+        # Split steps that did not replay a CUDA graph, and their yields.
         self.num_yielding_steps = 0
-        self.num_exchanges = 0
-        self.num_exchanges_overlapped: int | None = None
+        self.num_yields = 0
 
     def observe(self, stats: DBOStats) -> None:
         self.num_steps += 1
         if stats.unsplit_reason is not None:
             self.unsplit[stats.unsplit_reason] += 1
             return
-        if stats.num_exchanges is not None:
+        if stats.num_yields is not None:
             self.num_yielding_steps += 1
-            self.num_exchanges += stats.num_exchanges
-        if stats.num_exchanges_overlapped is not None:
-            self.num_exchanges_overlapped = (
-                self.num_exchanges_overlapped or 0
-            ) + stats.num_exchanges_overlapped
+            self.num_yields += stats.num_yields
 
     def log(
         self, log_fn: Callable[..., Any] = logger.info, log_prefix: str = ""
@@ -95,24 +87,14 @@ class DBOLogging:
                 )
             )
         if self.num_yielding_steps:
-            log_parts.append("%.1f exchanges per split step")
-            log_args.append(self.num_exchanges / self.num_yielding_steps)
-        if self.num_exchanges and self.num_exchanges_overlapped is not None:
-            log_parts.append("%.1f%% of them overlapped")
-            log_args.append(self.num_exchanges_overlapped / self.num_exchanges * 100)
+            log_parts.append("%.1f yields per split step")
+            log_args.append(self.num_yields / self.num_yielding_steps)
         log_fn(log_prefix + ", ".join(log_parts), *log_args)
         self.reset()
 
 
 class DBOProm:
-    """Record DBO metrics in Prometheus.
-
-    The share of the exchanges that overlapped can be calculated using a PromQL
-    query, if the exchanges report it:
-
-      rate(vllm:dbo_exchanges_overlapped_total[$interval]) /
-      rate(vllm:dbo_exchanges_total[$interval])
-    """
+    """Record DBO metrics in Prometheus."""
 
     _counter_cls = prometheus_client.Counter
 
@@ -165,24 +147,12 @@ class DBOProm:
             )
             for reason in get_args(UnsplitReason)
         }
-        self.counter_exchanges = create_metric_per_engine(
+        self.counter_yields = create_metric_per_engine(
             self._counter_cls(
-                name="vllm:dbo_exchanges",
+                name="vllm:dbo_yields",
                 documentation=(
                     "Number of times a microbatch yielded to another one. Replayed "
                     "CUDA graphs are not counted."
-                ),
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
-        )
-        self.counter_exchanges_overlapped = create_metric_per_engine(
-            self._counter_cls(
-                name="vllm:dbo_exchanges_overlapped",
-                documentation=(
-                    "Number of exchanges whose peer's answer was there when the "
-                    "microbatch resumed. Zero with all2all backends, which do not "
-                    "report it."
                 ),
                 labelnames=labelnames,
             ),
@@ -197,7 +167,4 @@ class DBOProm:
             self.counter_unsplit_steps[stats.unsplit_reason][engine_idx].inc()
             return
         self.counter_split_steps[engine_idx].inc()
-        self.counter_exchanges[engine_idx].inc(stats.num_exchanges or 0)
-        self.counter_exchanges_overlapped[engine_idx].inc(
-            stats.num_exchanges_overlapped or 0
-        )
+        self.counter_yields[engine_idx].inc(stats.num_yields or 0)

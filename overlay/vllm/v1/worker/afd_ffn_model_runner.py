@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
 from vllm.distributed.afd_transfer.afd_session import AFDSession, describe_server
 from vllm.distributed.afd_transfer.control import AFDControl
-from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
+from vllm.distributed.afd_transfer.errors import AFDError
 from vllm.distributed.afd_transfer.listener import AFDListener
 from vllm.distributed.afd_transfer.messages import AFDHello, AFDStep
 from vllm.forward_context import create_forward_context, override_forward_context
@@ -174,28 +174,27 @@ class AFDFFNModelRunner:
             return
         # For shutdown(), which may come at any time.
         self._control = control
-        session = AFDSession(self.vllm_config, control, hello, self._on_failure)
-        self._session = session
+        session: AFDSession | None = None
         try:
+            session = AFDSession(self.vllm_config, control, hello, self._on_failure)
+            self._session = session
             if self._stop.is_set():
                 return
             while (step := control.recv_step()) is not None:
                 self._run_step(session, step)
         except Exception as e:
-            # Attention may end a session within a step, as it must to end at once.
-            if not session.peer_said_bye:
-                session.fail(e)
+            # Attention may leave while the data plane connects or within a step, as
+            # it must to end at once.
+            if not control.peer_said_bye:
+                if session is not None:
+                    session.fail(e)
                 raise
         finally:
-            session.close()
+            if session is not None:
+                session.close()
             self._control = self._session = None
 
     def _run_step(self, session: AFDSession, step: AFDStep) -> None:
-        if step.kind in ("capture", "replay"):
-            raise AFDPeerError(
-                f"{session.peer} announced a step of kind {step.kind!r}, which is "
-                "not supported."
-            )
         connector = session.connector
         num_stages = len(step.stage_tokens)
         may_compile = step.kind in ("profile", "warmup")

@@ -16,9 +16,7 @@ def make_afd_model_runner(worker: "WorkerBase") -> Any:
     vllm_config = worker.vllm_config
     assert vllm_config.afd_config is not None
     if vllm_config.afd_config.is_ffn:
-        from vllm.v1.worker.afd_ffn_model_runner import AFDFFNModelRunner
-
-        return AFDFFNModelRunner(vllm_config, worker.device, worker.report_failure)
+        raise NotImplementedError("The AFD role 'ffn' is not supported yet.")
 
     from vllm.v1.worker.afd_attention_model_runner import AFDAttentionModelRunner
 

@@ -13,8 +13,8 @@ this order:
                        may submit the other stage.
 
     FFN role, for each MoE layer and stage:
-        post_recv()    says what comes next. It is called before the stage's
-                       current layer is computed, so that it can arrive meanwhile.
+        post_recv()    says what the stage receives next. Called once the current
+                       layer is computed, before it is answered.
         recv()         returns the layer's input.
         send()         hands over the layer's output and returns at once.
 
@@ -205,7 +205,8 @@ class AFDConnectorBase(ABC):
                 Both sides must call it equally often.
             local_address: Address of this host on the control connection. A
                 connector that listens does so on this address only.
-            timeout_s: Bound on the time it takes.
+            timeout_s: Bound on the time it takes, besides a minute that the
+                transport may need to connect.
 
         Raises:
             AFDError: It failed; names the peer.
@@ -239,9 +240,9 @@ class AFDConnectorBase(ABC):
     def post_recv(self, transfer: AFDTransfer) -> None:
         """FFN: say what the stage receives next. Does not wait.
 
-        The stage's last input may be overwritten once it has been answered, which
-        is when the peer may send again. A connector whose transport cannot receive
-        ahead may leave the work to recv().
+        The stage's last hidden states may be overwritten once they have been
+        answered, which is when the peer may send again. A connector whose transport
+        cannot receive ahead may leave the work to recv().
 
         Raises:
             ValueError: The transfer does not fit the layout.
@@ -262,8 +263,8 @@ class AFDConnectorBase(ABC):
 
         Returns:
             hidden_states [rows, hidden_size] and router_logits
-            [rows, logits_size] or None. They are valid until they have been
-            answered.
+            [rows, logits_size] or None. They are valid until the stage's next
+            post_recv(); what was computed from them in place may still be sent.
 
         Raises:
             AFDError: The session failed, `recv_limit` has passed, or something else

@@ -71,7 +71,7 @@ class AFDConnectorFactory:
 
         try:
             module = importlib.import_module(module_path)
-        except ImportError as e:
+        except (ImportError, TypeError, ValueError) as e:
             raise ValueError(
                 f"afd_connector_module_path '{module_path}' cannot be imported: {e}"
             ) from e

@@ -9,7 +9,7 @@ What gloo does when something goes wrong shapes this file:
   layout before the first message, and a sender checks its rows.
 - A receive that has arrived in part is not woken when the connection ends. So a
   frame is followed by an empty message, the fence, which cannot arrive in part,
-  and it is the fence that is waited for.
+  and it is the fence that is waited for, unless the frame is there already.
 - A wait that times out closes the connection and wakes the other waits. That is
   how waits are interrupted.
 """
@@ -41,6 +41,7 @@ from vllm.distributed.afd_transfer.errors import (
     AFDHandshakeError,
     AFDPeerError,
 )
+from vllm.distributed.afd_transfer.messages import clean_text
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class GlooAFDConnector(AFDConnectorBase):
         timeout_s: float,
     ) -> None:
         """See the base class. At most a minute of it is spent in gloo."""
+        deadline = time.monotonic() + timeout_s
         self.check()
         session = secrets.randbits(64)
         peer_session = 0
@@ -237,7 +239,8 @@ class GlooAFDConnector(AFDConnectorBase):
         )
         self._post_recv(self._lanes[0], first)
         self._send(self._lanes[0], first, nothing)
-        self._wait(self._lanes[0], first, timeout_s, f"connect_timeout_s={timeout_s:g}")
+        left_s = max(deadline - time.monotonic(), 0.001)
+        self._wait(self._lanes[0], first, left_s, f"connect_timeout_s={timeout_s:g}")
         self._lanes[0].received = None
         logger.debug("AFD data connection from %s to %s", local_address, self.peer)
 
@@ -246,8 +249,9 @@ class GlooAFDConnector(AFDConnectorBase):
             rendezvous = msgspec.msgpack.decode(blob, type=_Rendezvous)
         except msgspec.DecodeError as e:
             raise AFDHandshakeError(
-                f"{self.peer} does not use {type(self).__name__}: {e}"
-            ) from e
+                f"{self.peer} does not use {type(self).__name__}: "
+                f"{clean_text(str(e), 200)}"
+            ) from None
         own = _describe_layout(self.layout)
         differences = [
             f"{name} is {rendezvous.layout.get(name)} there and {own.get(name)} here"
@@ -256,7 +260,7 @@ class GlooAFDConnector(AFDConnectorBase):
         ]
         if differences:
             raise AFDHandshakeError(
-                f"{self.peer} has another layout: {'; '.join(differences)}"
+                f"{self.peer} has another layout: {clean_text('; '.join(differences))}"
             )
         return rendezvous
 
@@ -321,7 +325,8 @@ class GlooAFDConnector(AFDConnectorBase):
         router_logits: torch.Tensor | None = None,
     ) -> None:
         try:
-            # The slot is free: the peer has sent something since, so it has it all.
+            # The slot is free: the peer has sent something since, so it has it all
+            # (only the first frame of connect() may still be on its way).
             # A work may be waited for once, and keeps the connection open: no local
             # variable of a frame that a traceback refers to may hold it.
             while lane.sends:
@@ -337,6 +342,10 @@ class GlooAFDConnector(AFDConnectorBase):
     def _post_recv(self, lane: _Lane, transfer: AFDTransfer) -> None:
         lane.incoming.clear(transfer)
         try:
+            if lane.fence is not None:
+                # The last frame was complete before its fence came.
+                lane.fence.wait(self._step_timeout)
+                lane.fence = None
             lane.recv = self._start("recv", lane.incoming.buffer, lane.stage)
             lane.fence = self._start("recv", self._no_bytes, _FENCE_TAG + lane.stage)
         except RuntimeError as e:
@@ -347,17 +356,20 @@ class GlooAFDConnector(AFDConnectorBase):
         self, lane: _Lane, transfer: AFDTransfer, timeout_s: float, limit: str
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check()
-        if lane.expected != transfer or lane.fence is None or lane.recv is None:
+        if lane.expected != transfer or lane.recv is None:
             raise AFDError(f"no AFD transfer is expected here ({transfer})")
         deadline = time.monotonic() + timeout_s
         try:
-            lane.fence.wait(datetime.timedelta(seconds=timeout_s))
+            if lane.fence is not None and not lane.incoming.arrived():
+                lane.fence.wait(datetime.timedelta(seconds=timeout_s))
+                lane.fence = None
+            # The whole frame is here, so this cannot sleep within a part of it.
             lane.recv.wait(self._step_timeout)
         except RuntimeError as e:
             late = time.monotonic() >= deadline
             cause = f"it did not arrive within {limit}" if late else None
             self._fail(e, "waiting for", transfer, cause)
-        lane.fence = lane.recv = lane.expected = None
+        lane.recv = lane.expected = None
         try:
             views = lane.incoming.read(transfer)
         except AFDFrameError as e:

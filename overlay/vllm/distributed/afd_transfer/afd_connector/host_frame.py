@@ -70,44 +70,26 @@ class HostFrameSlot:
             another session or sender is recognized.
         carries_logits: Whether frames carry the router logits of a transfer, as
             those to the FFN role do.
-        buffer: `slot_nbytes()` bytes of host memory, uint8, aligned to 64 bytes.
-            Allocated if not given.
 
     Raises:
-        ValueError: A dtype of the layout is not supported, or the buffer does not
-            fit.
+        ValueError: A dtype of the layout is not supported.
 
     """
 
-    def __init__(
-        self,
-        layout: AFDLayout,
-        session: int,
-        carries_logits: bool,
-        buffer: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, layout: AFDLayout, session: int, carries_logits: bool) -> None:
         self.layout = layout
         self.session = session
         self.carries_logits = carries_logits
         self._hidden_dtype = _dtype_code("hidden_dtype", layout.hidden_dtype)
         self._logits_dtype = _dtype_code("logits_dtype", layout.logits_dtype)
         nbytes = self.slot_nbytes(layout, carries_logits)
-        if buffer is None:
-            # Not an inference tensor: threads in and out of inference mode write it.
-            with torch.inference_mode(False):
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-        if (
-            buffer.dtype != torch.uint8
-            or buffer.dim() != 1
-            or buffer.numel() < nbytes
-            or buffer.data_ptr() % 64
-        ):
-            raise ValueError(f"an AFD slot takes {nbytes} bytes aligned to 64")
-        self.buffer = buffer
-        self._bytes = memoryview(buffer.numpy())
+        # Not an inference tensor: threads in and out of inference mode write it.
+        with torch.inference_mode(False):
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._bytes = memoryview(self.buffer.numpy())
         # The layers of a step have frames of one shape: that of the last is kept.
         self._shape: tuple[int, int] | None = None
-        self._hidden_view = self._logits_view = buffer
+        self._hidden_view = self._logits_view = self.buffer
         self._trailer = 0
 
     @staticmethod
@@ -203,6 +185,8 @@ class HostFrameSlot:
 
     def clear(self, transfer: AFDTransfer) -> None:
         """Prepare the slot to receive a frame.
+
+        Of what was read before, hidden states of as many rows stay until it comes.
 
         Raises:
             ValueError: The transfer does not fit the layout.

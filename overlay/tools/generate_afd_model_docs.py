@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features" / "afd_models.md"
 MODELS = "vllm.model_executor.models"
 _PACKAGES = (MODELS + ".", "vllm.models.")
@@ -234,7 +234,7 @@ def rows() -> list[tuple[str, str, str, str]]:
 
 def page() -> str:
     lines = [
-        "<!-- Written by tools/pre_commit/generate_afd_model_docs.py. -->",
+        "<!-- Written by tools/generate_afd_model_docs.py. -->",
         "# Models for attention-FFN disaggregation",
         "",
         "Attention-FFN disaggregation (`--afd-config`) cuts a model at its MoE layers.",
