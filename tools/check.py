@@ -69,14 +69,18 @@ RULES = {
     "ruff": "ruff check with vLLM's settings",
     "format": "ruff format with vLLM's settings",
     "hooks": "vLLM's own Python hooks, clang-format, shellcheck",
+    "typos": "no misspelling, with vLLM's settings",
+    "mypy": "vLLM's mypy hook finds nothing that the base has not",
     "hygiene": "no package registry's host and no machine's path in a file here",
     "report": "docs/report.md is what `make report` would write",
     "base": "the base can be had, for the rules that need its files",
 }
 
-# Hooks of vLLM's that run on a copy of the tip. The others take npm, or minutes and an
-# environment of their own: `make pr` runs them.
+# Hooks of vLLM's that run on a copy of the tip; markdownlint is left to `make pr`, as
+# it takes npm.
 _HOOKS = (
+    "typos",
+    "mypy",
     "clang-format",
     "shellcheck",
     "check-root-lazy-imports",

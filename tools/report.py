@@ -31,7 +31,17 @@ COLUMNS = {
     "sections": ("body",),
     "lines": ("size",),
     "tests": ("tests",),
-    "lint": ("ruff", "format", "hooks", "spdx", "filename", "init", "private"),
+    "lint": (
+        "ruff",
+        "format",
+        "typos",
+        "mypy",
+        "hooks",
+        "spdx",
+        "filename",
+        "init",
+        "private",
+    ),
     "closure": ("closure", "applies", "offset"),
     "AI": ("ai",),
 }

@@ -122,7 +122,7 @@ def tool_tasks(layout: Layout) -> list[Task]:
 
 
 def check_tasks(layout: Layout) -> list[Task]:
-    return [_own(layout, "check", 300, "tools", "check")]
+    return [_own(layout, "check", 900, "tools", "check")]
 
 
 def build_tasks(layout: Layout) -> list[Task]:

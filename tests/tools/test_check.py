@@ -572,3 +572,16 @@ def test_hook_that_is_no_python_is_run_on_the_tip(good: Layout) -> None:
     report = check(good)
     assert ("hooks", "gadget-two") in found(report)
     assert "shellcheck: tools/x.sh:3: " in message(report, "hooks")
+
+
+def test_misspelling_is_found_and_given_to_its_patch(good: Layout) -> None:
+    files = {"docs/gadget.md": "# Teh gadget\n", ".pre-commit-config.yaml": "{}\n"}
+    for name, text in files.items():
+        path = good.overlay / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    path = meta(good, "gadget-two")
+    path.write_text(meta_text(path.read_text(), [*files]))
+    report = check(good)
+    assert ("typos", "gadget-two") in found(report)
+    assert "docs/gadget.md:1: " in message(report, "typos")
