@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,9 +29,9 @@ def _has_triton(
         driver = mock.Mock()
         driver.is_active.return_value = is_active
         backends[name] = mock.Mock(driver=driver)
-    fake_backends = types.ModuleType("triton.backends")
+    fake_backends: Any = types.ModuleType("triton.backends")
     fake_backends.backends = backends
-    fake_triton = types.ModuleType("triton")
+    fake_triton: Any = types.ModuleType("triton")
     fake_triton.__path__ = []
     fake_triton.backends = fake_backends
     modules = {"triton": fake_triton, "triton.backends": fake_backends}
