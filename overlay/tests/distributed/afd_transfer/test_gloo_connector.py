@@ -632,8 +632,9 @@ def test_memory_does_not_grow_with_traffic():
         run_steps(attention, ffn, steps[:100])
         before = resident_bytes()
         run_steps(attention, ffn, steps)
-        # One slot is 1 MiB: keeping a buffer for each size would take 1 GiB.
-        assert resident_bytes() - before < 8 << 20
+        # One slot is 1 MiB: keeping a buffer for each size would take 1 GiB. What the
+        # allocator keeps of the outputs is some MiB, or some more.
+        assert resident_bytes() - before < 64 << 20
         assert buffers == [
             slot.buffer.data_ptr()
             for connector in (attention, ffn)
