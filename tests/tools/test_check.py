@@ -559,16 +559,21 @@ def test_report_must_be_what_would_be_written(
 # Upstream's hooks on a copy
 
 
+def bring(layout: Layout, files: dict[str, str]) -> None:
+    """Let the last patch bring new files, and name them."""
+    for name, text in files.items():
+        path = layout.overlay / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    path = meta(layout, "gadget-two")
+    path.write_text(meta_text(path.read_text(), [*files]))
+
+
 def test_hook_that_is_no_python_is_run_on_the_tip(good: Layout) -> None:
     """The last patch brings a script in that shellcheck objects to."""
     script = "#!/bin/bash\n# SPDX-License-Identifier: Apache-2.0\nrm $1\n"
     files = {"tools/x.sh": script, ".pre-commit-config.yaml": "repos: []\n"}
-    for name, text in files.items():
-        path = good.overlay / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    path = meta(good, "gadget-two")
-    path.write_text(meta_text(path.read_text(), [*files]))
+    bring(good, files)
     report = check(good)
     assert ("hooks", "gadget-two") in found(report)
     assert "shellcheck: tools/x.sh:3: " in message(report, "hooks")
@@ -576,12 +581,7 @@ def test_hook_that_is_no_python_is_run_on_the_tip(good: Layout) -> None:
 
 def test_misspelling_is_found_and_given_to_its_patch(good: Layout) -> None:
     files = {"docs/gadget.md": "# Teh gadget\n", ".pre-commit-config.yaml": "{}\n"}
-    for name, text in files.items():
-        path = good.overlay / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    path = meta(good, "gadget-two")
-    path.write_text(meta_text(path.read_text(), [*files]))
+    bring(good, files)
     report = check(good)
     assert ("typos", "gadget-two") in found(report)
     assert "docs/gadget.md:1: " in message(report, "typos")
