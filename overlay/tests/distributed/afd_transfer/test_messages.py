@@ -29,6 +29,7 @@ from vllm.distributed.afd_transfer.messages import (
     AFDStep,
     clean_text,
     decode,
+    describe_differences,
     encode,
 )
 
@@ -546,3 +547,12 @@ def test_clean_text():
     assert clean_text("plain ümlaut\nline") == "plain ümlaut line"
     assert clean_text("a\x1b[0m\r\x00b") == "a?[0m??b"
     assert clean_text("x" * 5000) == "x" * 1996 + " ..."
+
+
+def test_describe_differences():
+    own = {"a": 1, "b": 2, "c": 3}
+    assert describe_differences(dict(own), own) == ""
+    assert describe_differences({"a": 1, "b": 3, "d": "\n\x1b"}, own) == (
+        "b is 3 there and 2 here; c is None there and 3 here; "
+        "d is  ? there and None here"
+    )

@@ -262,6 +262,22 @@ def test_a_peer_that_says_something_else(pair: Pair, blob: bytes, message: str):
     assert FFN_PEER in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["a\nERROR \x1b[31m", "x" * 5000])
+@pytest.mark.parametrize("place", ["name", "value", "unknown field"])
+def test_a_peer_cannot_write_lines_into_the_log(pair: Pair, text: str, place: str):
+    facts = {**FACTS, "NCCL version": FakeNccl.version}
+    changes: dict[str, Any] = {
+        "name": {"facts": {**facts, text: "1"}},
+        "value": {"facts": {**facts, "max_tokens": text}},
+        "unknown field": {text: 1},
+    }[place]
+    with pytest.raises(AFDHandshakeError) as raised:
+        pair.attention.connect(lambda data: _blob(**changes))
+    error = str(raised.value)
+    assert error.startswith(FFN_PEER) and error.isprintable()
+    assert len(error) < 2500
+
+
 @pytest.mark.parametrize("error", [AFDPeerError("it left"), KeyboardInterrupt()])
 def test_a_failing_control_connection_is_the_error(pair: Pair, error: BaseException):
     def exchange(data: bytes) -> bytes:

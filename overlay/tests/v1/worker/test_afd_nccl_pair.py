@@ -7,8 +7,6 @@ pytest -s tests/v1/worker/test_afd_nccl_pair.py
 
 import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,14 @@ import torch
 from tests.distributed.afd_transfer.control_utils import free_port
 from tests.model_executor.afd.tiny_models import make_tiny_model
 
+# The tests are the same, on the engines that `start` makes here.
 from .test_afd_pair import (
-    DBO,
     HEARTBEAT_TIMEOUT_S,
     START_TIMEOUT_S,
     Engine,
-    _assert_equal,
-    _requests,
     _run_engine,
+    test_ffn_is_lost_within_a_step,  # noqa: F401
+    test_same_output_as_without_afd,  # noqa: F401
 )
 
 pytestmark = [
@@ -98,42 +96,3 @@ def start(model: Path) -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         engine.proc.kill()
         engine.proc.join(60)
-
-
-def test_same_output_as_without_afd(start: Callable[..., Engine]) -> None:
-    reference = start(None)
-    reference.receive()
-    requests = _requests()
-    expected = [reference.generate(*request) for request in requests]
-    reference.end()
-
-    ffn = start("ffn")
-    for kwargs in ({}, DBO):
-        # One after the other: the same FFN server serves both.
-        attention = start("attention", **kwargs)
-        attention.receive()
-        for request, output in zip(requests, expected):
-            _assert_equal(attention.generate(*request), output)
-        assert (attention.end() > 0) == bool(kwargs)
-    ffn.receive()
-    ffn.end()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_ffn_is_lost_within_a_step(
-    start: Callable[..., Engine], signum: signal.Signals
-) -> None:
-    ffn = start("ffn")
-    attention = start("attention", **DBO)
-    ffn.receive()
-    attention.receive()
-    attention.generate([[5, 6, 7]], 2)
-
-    # Far more than it can do until then.
-    attention.pipe.send(([[5, 6, 7]] * 8, 200))
-    ffn.signal(signum)
-    before = time.monotonic()
-    with pytest.raises(RuntimeError, match="AFD ffn peer"):
-        attention.receive()
-    print(f"{signum.name}: error after {time.monotonic() - before:.2f} s")
-    assert time.monotonic() - before < 3 * HEARTBEAT_TIMEOUT_S

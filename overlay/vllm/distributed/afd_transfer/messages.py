@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
@@ -182,6 +183,17 @@ def clean_text(text: str, max_length: int = MAX_REASON_LENGTH) -> str:
     if len(text) > max_length:
         text = text[: max_length - 4] + " ..."
     return text
+
+
+def describe_differences(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """What the peer says differently from this side, fit for the log; "" if nothing."""
+    return clean_text(
+        "; ".join(
+            f"{name} is {theirs.get(name)} there and {own.get(name)} here"
+            for name in sorted(own.keys() | theirs.keys())
+            if theirs.get(name) != own.get(name)
+        )
+    )
 
 
 def encode(message: AFDMessage) -> bytes:

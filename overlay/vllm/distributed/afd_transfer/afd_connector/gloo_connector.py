@@ -41,7 +41,7 @@ from vllm.distributed.afd_transfer.errors import (
     AFDHandshakeError,
     AFDPeerError,
 )
-from vllm.distributed.afd_transfer.messages import clean_text
+from vllm.distributed.afd_transfer.messages import clean_text, describe_differences
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -252,16 +252,10 @@ class GlooAFDConnector(AFDConnectorBase):
                 f"{self.peer} does not use {type(self).__name__}: "
                 f"{clean_text(str(e), 200)}"
             ) from None
-        own = _describe_layout(self.layout)
-        differences = [
-            f"{name} is {rendezvous.layout.get(name)} there and {own.get(name)} here"
-            for name in sorted(own.keys() | rendezvous.layout.keys())
-            if rendezvous.layout.get(name) != own.get(name)
-        ]
-        if differences:
-            raise AFDHandshakeError(
-                f"{self.peer} has another layout: {clean_text('; '.join(differences))}"
-            )
+        if differences := describe_differences(
+            rendezvous.layout, _describe_layout(self.layout)
+        ):
+            raise AFDHandshakeError(f"{self.peer} has another layout: {differences}")
         return rendezvous
 
     def submit(

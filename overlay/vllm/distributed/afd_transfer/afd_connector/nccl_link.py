@@ -25,6 +25,7 @@ from vllm.distributed.afd_transfer.errors import (
     AFDHandshakeError,
     AFDPeerError,
 )
+from vllm.distributed.afd_transfer.messages import clean_text, describe_differences
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.logger import init_logger
@@ -145,14 +146,12 @@ class AFDNcclLink:
         try:
             theirs = msgspec.msgpack.decode(blob, type=_Rendezvous)
         except msgspec.DecodeError as e:
-            raise AFDHandshakeError(f"{self.peer} does not use NCCL: {e}") from e
-        if differences := [
-            f"{name} is {theirs.facts.get(name)} there and {own.facts.get(name)} here"
-            for name in sorted(own.facts.keys() | theirs.facts.keys())
-            if theirs.facts.get(name) != own.facts.get(name)
-        ]:
             raise AFDHandshakeError(
-                f"{self.peer} does not fit to this server: {'; '.join(differences)}"
+                f"{self.peer} does not use NCCL: {clean_text(str(e), 200)}"
+            ) from None
+        if differences := describe_differences(theirs.facts, own.facts):
+            raise AFDHandshakeError(
+                f"{self.peer} does not fit to this server: {differences}"
             )
         if theirs.gpu == own.gpu:
             raise AFDHandshakeError(
