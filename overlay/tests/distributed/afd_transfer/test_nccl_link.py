@@ -266,13 +266,13 @@ def test_a_peer_that_says_something_else(pair: Pair, blob: bytes, message: str):
 @pytest.mark.parametrize("place", ["name", "value", "unknown field"])
 def test_a_peer_cannot_write_lines_into_the_log(pair: Pair, text: str, place: str):
     facts = {**FACTS, "NCCL version": FakeNccl.version}
-    changes: dict[str, Any] = {
+    changes: dict[str, dict[str, Any]] = {
         "name": {"facts": {**facts, text: "1"}},
         "value": {"facts": {**facts, "max_tokens": text}},
         "unknown field": {text: 1},
-    }[place]
+    }
     with pytest.raises(AFDHandshakeError) as raised:
-        pair.attention.connect(lambda data: _blob(**changes))
+        pair.attention.connect(lambda data: _blob(**changes[place]))
     error = str(raised.value)
     assert error.startswith(FFN_PEER) and error.isprintable()
     assert len(error) < 2500
