@@ -7,6 +7,7 @@ patched vLLM describes the format.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -213,6 +214,12 @@ def join(first: Trace, second: Trace) -> Session:
             "Give one file of each role.",
         )
     attention, ffn = sorted((first, second), key=lambda each: ROLES.index(each.role))
+    # FFN writes a file for each attention rank that it serves.
+    served = re.search(r"\(rank (\d+)\)", ffn.header["peer"])
+    if served and int(served[1]) != (rank := attention.header["rank"]):
+        raise _not_one(
+            attention, ffn, f"FFN served attention rank {served[1]}, not {rank}."
+        )
     if attention.header["layers"] != ffn.header["layers"]:
         raise _not_one(attention, ffn, "Their MoE layers differ (line 1 of each).")
     offset, error, alignment = _offset(attention, ffn)

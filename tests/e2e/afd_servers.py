@@ -75,6 +75,10 @@ class Spec:
     ports: Ports = field(default_factory=Ports.free)
     hosts: Mapping[str, Host] = field(default_factory=dict)
 
+    def num_ranks(self, role: str) -> int:
+        """Ranks of a role."""
+        return self.config.get(f"num_{role}_ranks", 1)
+
 
 class AFDServer(Server):
     """One role, started at once; `wait_ready` waits until it answers.
@@ -117,7 +121,7 @@ class AFDServer(Server):
                 *spec.options,
                 *(spec.attention_options if role == "attention" else ()),
             ],
-            _environment(spec.side, role) | spec.env | {"TMPDIR": str(self.tmp)},
+            _environment(spec, role) | spec.env | {"TMPDIR": str(self.tmp)},
             spec.folder / f"{log_name or role}.log",
         )
 
@@ -133,10 +137,28 @@ class AFDServer(Server):
         """All its processes, helpers of Python's multiprocessing among them."""
         return [self.process.pid, *descendants(self.process.pid)]
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+    def engines(self) -> list[int]:
+        """Its engine processes, by data parallel rank, as far as they have started."""
+        return self._titled("EngineCore_DP")
+
+    def workers(self) -> list[int]:
+        """Likewise the worker of each engine."""
+        return [
+            pid
+            for engine in self.engines()
+            for pid in descendants(engine)
+            if title(pid).startswith("VLLM::Worker")
+        ]
+
+    def _titled(self, name: str) -> list[int]:
+        titles = {title(pid): pid for pid in self.pids()}
+        return [titles[each] for each in sorted(titles) if f"::{name}" in each]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric over those of its labels that are not given."""
         text = self.client.get("/metrics").text
-        pattern = rf"^{re.escape(name)}(?:\{{.*\}})? ([-+.\deE]+)$"
+        given = "".join(rf'(?=.*\b{key}="{value}")' for key, value in labels.items())
+        pattern = rf"^{re.escape(name)}(?:\{{{given}.*\}})? ([-+.\deE]+)$"
         values = re.findall(pattern, text, re.MULTILINE)
         if not values:
             raise AssertionError(f"There is no metric {name}.")
@@ -225,13 +247,23 @@ class AFDPair:
             self.kill()
 
 
-def _environment(side: Side, role: str) -> dict[str, str]:
-    env = side.env("v2")
+def title(pid: int) -> str:
+    """What a process calls itself; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").strip("\0 ")
+    except OSError:
+        return ""
+
+
+def _environment(spec: Spec, role: str) -> dict[str, str]:
+    env = spec.side.env("v2")
     # The attention role has to choose the runner by itself.
     del env["VLLM_USE_V2_MODEL_RUNNER"]
     try:
         cores = disjoint_cores(len(ROLES))[ROLES.index(role)]
     except WorkshopError:
         return env  # There is one core, which both have to share.
-    # Each computes on one thread, so that every sum is taken in the same order.
-    return env | {"VLLM_CPU_OMP_THREADS_BIND": cores.split(",")[0]}
+    # Each computes on one thread, so that every sum is taken in the same order. The
+    # ranks of a role share its core.
+    bind = "|".join([cores.split(",")[0]] * spec.num_ranks(role))
+    return env | {"VLLM_CPU_OMP_THREADS_BIND": bind}

@@ -129,8 +129,10 @@ class Server:
         """
         wait_ready(self, timeout=self.start_timeout)
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self.client.post(path, json=body)
+    def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        answer = self.client.post(path, json=body, headers=headers)
         if answer.status_code != 200:
             raise RuntimeError(
                 f"{path}: {answer.status_code} {answer.text}\n{self.process.tail()}"

@@ -138,10 +138,16 @@ class Client(threading.Thread):
     """
 
     def __init__(
-        self, server: AFDServer, prompt: int, tokens: int, stream: bool = True
+        self,
+        server: AFDServer,
+        prompt: int,
+        tokens: int,
+        stream: bool = True,
+        rank: int | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self.server = server
+        self.headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         self.body = {
             "model": server.model,
             "prompt": [9] * prompt,
@@ -165,7 +171,9 @@ class Client(threading.Thread):
         last = "nothing"
         with (
             self.server.new_client(300) as client,
-            client.stream("POST", "/v1/completions", json=self.body) as answer,
+            client.stream(
+                "POST", "/v1/completions", json=self.body, headers=self.headers
+            ) as answer,
         ):
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
@@ -222,11 +230,13 @@ class Traces:
     server: AFDServer
     pids: list[int]
     memory: set[Path]
+    sockets: int
 
     @classmethod
     def of(cls, server: AFDServer) -> Traces:
         pids = server.pids()
-        return cls(server, pids, {path for pid in pids for path in shared_memory(pid)})
+        memory = {path for pid in pids for path in shared_memory(pid)}
+        return cls(server, pids, memory, SOCKETS * max(len(server.engines()), 1))
 
     def check_gone(self, timeout: float = END_S) -> None:
         """Wait until every process has ended, and see that nothing is left."""
@@ -236,7 +246,7 @@ class Traces:
         assert not [pid for pid in self.pids if is_alive(pid)]
         assert not [path for path in self.memory if path.exists()]
         sockets = [path for path in server.tmp.iterdir() if path.is_socket()]
-        assert len(sockets) <= SOCKETS
+        assert len(sockets) <= self.sockets
         if server.host:
             assert server.host.listening() == set()
         else:
@@ -268,11 +278,12 @@ def check_logged(
     cause: str,
     timeout: float = NOTICE_S,
     address: str = "127.0.0.1",
+    rank: int = 0,
 ) -> None:
     """Wait until a server has logged that its peer is lost, and why."""
     peer = {"attention": "ffn", "ffn": "attention"}[server.role]
     where = rf"{re.escape(address)}:\d+"
-    pattern = rf"ERROR .*AFD {peer} peer \(rank 0\) at {where} {cause}"
+    pattern = rf"ERROR .*AFD {peer} peer \(rank {rank}\) at {where} {cause}"
     eventually(
         lambda: re.search(pattern, server.text()) is not None,
         timeout,
@@ -364,6 +375,104 @@ def test_sigstop(pair: AFDPair, role: str, process: str, phase: str) -> None:
     check_logged(server, f"({LEFT}|hung)")
     assert all(client.failed(NOTICE_S) for client in clients)
     traces.check_gone()
+
+
+# One of two attention ranks is lost, or the FFN role that serves both.
+
+LOST = 1
+
+
+@pytest.fixture
+def ranks(
+    spec: Spec, reference: Reference, request: pytest.FixtureRequest
+) -> Iterator[AFDPair]:
+    """A pair of servers, the one with the attention role of two engines."""
+    spec = replace(
+        spec,
+        attention_options=(
+            *spec.attention_options,
+            "--data-parallel-size=2",
+            "--api-server-count=1",
+        ),
+        config=spec.config | {"num_attention_ranks": 2},
+    )
+    with running(spec, reference, file_name(request)) as pair:
+        assert len(pair.attention.engines()) == len(pair.attention.workers()) == 2
+        yield pair
+
+
+def occupy_ranks(server: AFDServer, phase: str) -> list[Client]:
+    """Bring both ranks into a phase."""
+    if phase == "idle":
+        return []
+    clients = [Client(server, 5, 1900, rank=rank) for rank in (0, 1) for _ in range(2)]
+    eventually(lambda: all(client.chunks > 2 for client in clients), 60)
+    return clients
+
+
+def traces_of(pair: AFDPair) -> list[Traces]:
+    return [Traces.of(server) for server in pair.servers.values()]
+
+
+def check_all_lost(
+    pair: AFDPair, cause: str, clients: list[Client], traces: list[Traces]
+) -> None:
+    """FFN has lost a rank, and everybody ends."""
+    check_logged(pair.ffn, cause, rank=LOST)
+    check_unhealthy(pair.attention)
+    check_unhealthy(pair.ffn)
+    assert all(client.failed(NOTICE_S) for client in clients)
+    for each in traces:
+        each.check_gone()
+
+
+@thorough
+@pytest.mark.parametrize("phase", ["idle", "decode"])
+@pytest.mark.parametrize("process", ["engine", "worker"])
+def test_kill_9_of_one_of_two_ranks(ranks: AFDPair, process: str, phase: str) -> None:
+    attention = ranks.attention
+    clients = occupy_ranks(attention, phase)
+    found = attention.engines() if process == "engine" else attention.workers()
+    traces = traces_of(ranks)
+    os.kill(found[LOST], signal.SIGKILL)
+    cause = f"({DIED}|aborted: its parent process EngineCore_DP{LOST} died)"
+    check_all_lost(ranks, DIED if process == "worker" else cause, clients, traces)
+    # Whose loss it was is said there, too.
+    named = rf"EngineCore_DP{LOST}|AFD attention peer \(rank {LOST}\)"
+    complaints = re.findall(r"^.*(?:WARNING|ERROR).*$", attention.text(), re.MULTILINE)
+    assert any(re.search(named, line) for line in complaints)
+
+
+@thorough
+def test_sigstop_of_one_of_two_ranks(ranks: AFDPair) -> None:
+    """Nothing else tells the other rank than FFN, which has missed heartbeats."""
+    attention = ranks.attention
+    clients = occupy_ranks(attention, "decode")
+    traces = traces_of(ranks)
+    pid = attention.workers()[LOST]
+    os.kill(pid, signal.SIGSTOP)
+    check_logged(ranks.ffn, HUNG, rank=LOST)
+    check_logged(attention, rf"aborted: .*AFD attention peer \(rank {LOST}\) .*hung")
+    os.kill(pid, signal.SIGCONT)
+    check_all_lost(ranks, HUNG, clients, traces)
+
+
+@thorough
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_loss_of_the_ffn_role_of_two_ranks(
+    ranks: AFDPair, sent: signal.Signals
+) -> None:
+    clients = occupy_ranks(ranks.attention, "decode")
+    traces = traces_of(ranks)
+    pid = ranks.ffn.family()["worker"]
+    os.kill(pid, sent)
+    check_logged(ranks.attention, DIED if sent == signal.SIGKILL else HUNG)
+    check_unhealthy(ranks.attention)
+    assert all(client.failed(NOTICE_S) for client in clients)
+    if sent == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+    for each in traces:
+        each.check_gone()
 
 
 # While a server starts.

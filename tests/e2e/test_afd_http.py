@@ -6,13 +6,11 @@ for it in process, an unpatched one save for MLA (see test_afd_engine.py).
 
 from __future__ import annotations
 
-import json
-import random
 import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ import pytest
 import sides
 from afd_pairs import MODELS, Model, Program, Variant, afd_config
 from afd_servers import AFDPair, AFDServer, Spec
-from compare import difference
-from jobs import WORKLOADS, Jobs, expected
+from afd_traffic import ask, check_traffic, mixed_requests
+from jobs import Jobs
 from servers import DBO_FLAGS
 from workloads import FULL
 
@@ -32,10 +30,7 @@ from tools.checkpoint import RECIPES
 from tools.layout import Layout
 
 SERVED = [model for model in MODELS if model.shares_reference]
-# Requests of these are mixed.
-SOURCES = ("shared-1", "mixed", "chunked", "random-5", "random-6", "random-9")
 REQUESTS = 80
-AT_ONCE = 12
 
 
 class Served:
@@ -99,99 +94,6 @@ def served(layout: Layout, request: pytest.FixtureRequest) -> Iterator[Served]:
         yield pair
     finally:
         pair.pair.kill()
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt of a workload.
-
-    Attributes:
-        source: Name of the workload.
-        index: Of the prompt there.
-        stream: Whether its completion is streamed.
-    """
-
-    source: str
-    index: int
-    stream: bool
-
-    @property
-    def body(self) -> dict[str, Any]:
-        spec = WORKLOADS[self.source].spec()
-        return {
-            "prompt": spec["prompts"][self.index],
-            "max_tokens": spec["max_tokens"][self.index],
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 5,
-            "return_tokens_as_token_ids": True,
-            "stream": self.stream,
-        }
-
-    def send(self, server: AFDServer) -> dict[str, Any]:
-        """Tokens and logprobs."""
-        choices = ask(server, "/v1/completions", self.body)
-        found = [choice["logprobs"] for choice in choices]
-        return {
-            "tokens": [as_id(token) for each in found for token in each["tokens"]],
-            "logprobs": [
-                {as_id(token): value for token, value in row.items()}
-                for each in found
-                for row in each["top_logprobs"]
-            ],
-        }
-
-
-def as_id(token: str) -> int:
-    return int(token.removeprefix("token_id:"))
-
-
-def ask(server: AFDServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """First choices of the answer: one, or as many as were streamed."""
-    body = {"model": server.model} | body
-    if not body["stream"]:
-        return [server.post(path, body)["choices"][0]]
-    with server.client.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    return [choice for chunk in chunks for choice in chunk["choices"]]
-
-
-def mixed_requests(count: int, seed: int) -> list[Request]:
-    """Prompts of all lengths, every second one streamed."""
-    rng = random.Random(seed)
-    all_of_them = [
-        (source, index)
-        for source in SOURCES
-        for index in range(len(WORKLOADS[source].prompts))
-    ]
-    return [
-        Request(source, index, stream=at % 2 == 0)
-        for at, (source, index) in enumerate(rng.sample(all_of_them, count))
-    ]
-
-
-def put_together(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return {key: [each[key] for each in results] for key in ("tokens", "logprobs")}
-
-
-def check_traffic(
-    server: AFDServer, model: Model, jobs: Jobs, requests: list[Request]
-) -> None:
-    """A few requests one by one, all the others at once as far as the server goes."""
-    got = [request.send(server) for request in requests[:4]]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        got += pool.map(lambda request: request.send(server), requests[4:])
-    wanted = []
-    for request in requests:
-        result = expected(jobs, model.name, request.source)
-        wanted.append(
-            {key: result[key][request.index] for key in ("tokens", "logprobs")}
-        )
-    found = difference(put_together(wanted), put_together(got))
-    assert found.equal, (found, requests[found.token[0]] if found.token else None)
 
 
 def test_same_tokens_and_logprobs_over_http(served: Served, jobs: Jobs) -> None:

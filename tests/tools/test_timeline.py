@@ -162,7 +162,7 @@ def test_two_files_of_one_role(files: tuple[Path, Path]) -> None:
     assert f"{files[1]}: line 1" in caught.value.why
 
 
-@pytest.mark.parametrize("what", ["layers", "steps", "rows", "time"])
+@pytest.mark.parametrize("what", ["layers", "steps", "rows", "time", "rank"])
 def test_files_of_two_sessions(maker: Maker, tmp_path: Path, what: str) -> None:
     maker.step(3, 4)
     attention, _ = maker.write()
@@ -171,6 +171,9 @@ def test_files_of_two_sessions(maker: Maker, tmp_path: Path, what: str) -> None:
     if what == "layers":
         other.headers = {"ffn": {"layers": ["x", "y"]}}
         why = "layers differ"
+    elif what == "rank":
+        other.headers = {"ffn": {"peer": "AFD attention peer (rank 1) at host:1"}}
+        why = "served attention rank 1, not 0"
     elif what == "steps":
         other.seq = 7
         why = "no step in common"
