@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
@@ -48,9 +50,20 @@ BENCHMARKS = {
     multiple=True,
     help="Run only this one; may be given several times.",
 )
+@click.option(
+    "--times",
+    type=click.IntRange(1, 99),
+    metavar="N",
+    help="Run all N times, by turns, and keep the results in bench/results/runs, too.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
-def command(layout: Layout, only: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def command(
+    layout: Layout,
+    only: tuple[str, ...],
+    times: int | None,
+    arguments: tuple[str, ...],
+) -> None:
     """Measure side by side in one run, and keep ratios.
 
     \b
@@ -77,12 +90,20 @@ def command(layout: Layout, only: tuple[str, ...], arguments: tuple[str, ...]) -
     build(layout)
     if any(BENCHMARKS[name].base for name in names):
         build_base(layout)
-    for name in names:
-        run(layout, name, arguments)
+    for count in range(1, (times or 1) + 1):
+        for name in names:
+            result = run(layout, name, arguments)
+            if times:
+                kept = result.parent / "runs" / f"{name}-{count}.json"
+                kept.parent.mkdir(exist_ok=True)
+                shutil.copyfile(result, kept)
 
 
-def run(layout: Layout, name: str, arguments: tuple[str, ...] = ()) -> None:
+def run(layout: Layout, name: str, arguments: tuple[str, ...] = ()) -> Path:
     """Run one and keep its result.
+
+    Returns:
+        The file that has it.
 
     Raises:
         WorkshopError: It failed, or took too long.
@@ -109,3 +130,4 @@ def run(layout: Layout, name: str, arguments: tuple[str, ...] = ()) -> None:
             f"The benchmark {name} failed.",
             f"{why} Its output is above, and in {layout.relative(log)}.",
         )
+    return result

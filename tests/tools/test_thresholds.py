@@ -252,6 +252,39 @@ def test_thresholds_are_not_part_of_all(
     assert len(programs) == len(BENCHMARKS) - 1
 
 
+def test_several_times(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ran: list[Any],
+    bench: Callable[..., None],
+) -> None:
+    from tools import bench as module
+    from tools.supervise import Outcome
+
+    def supervise(command: list[str], *_: Any) -> Outcome:
+        ran.append(Path(command[1]).stem)
+        Path(command[2]).parent.mkdir(parents=True, exist_ok=True)
+        Path(command[2]).write_text(f"number {len(ran)}")
+        return Outcome(0, 1)
+
+    monkeypatch.setattr(module, "supervise", supervise)
+    bench("--only", "exchange", "--only", "overlap", "--times", "2")
+    assert ran == ["build", "exchange", "overlap", "exchange", "overlap"]
+    results = tmp_path / "bench" / "results"
+    kept = {
+        file.relative_to(results).as_posix(): file.read_text()
+        for file in results.rglob("*.json")
+    }
+    assert kept == {
+        "exchange.json": "number 4",
+        "overlap.json": "number 5",
+        "runs/exchange-1.json": "number 2",
+        "runs/overlap-1.json": "number 3",
+        "runs/exchange-2.json": "number 4",
+        "runs/overlap-2.json": "number 5",
+    }
+
+
 @pytest.mark.parametrize(
     "only", [[], ["--only", "overlap"], ["--only", "thresholds", "--only", "overlap"]]
 )
