@@ -69,6 +69,7 @@ class Side:
         self, role: str, pipe: socket.socket, connection: socket.socket
     ) -> None:
         import torch
+        from vllm.config.afd import AFDConfig
         from vllm.distributed.afd_transfer.afd_connector.base import AFDLayout
         from vllm.distributed.afd_transfer.afd_connector.factory import (
             AFDConnectorFactory,
@@ -81,11 +82,10 @@ class Side:
         layout = AFDLayout(max(SIZES) // HIDDEN // 2, 2, HIDDEN, torch.bfloat16)
         self.connectors = {}
         for name, kind in CONNECTORS.items():
-            afd = SimpleNamespace(
+            afd = AFDConfig(
+                afd_role=role,
                 afd_connector=kind,
-                afd_connector_module_path=None,
                 step_timeout_s=60,
-                heartbeat_timeout_s=10,
                 connect_timeout_s=60,
             )
             self.connectors[name] = AFDConnectorFactory.create_connector(
