@@ -59,6 +59,13 @@ test-network:
 	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
 		E2E_NETWORK=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_network.py $(ARGS)
 
+# Both AFD roles in every supported number of ranks: some minutes each.
+.PHONY: test-topology
+test-topology:
+	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
+		E2E_TOPOLOGY=1 exec .venv/bin/python -m pytest \
+		tests/e2e/test_afd_topology.py tests/e2e/test_afd_topologies.py $(ARGS)
+
 soak:
 	@$(TOOLS) soak $(if $(N),--requests $(N)) $(ARGS)
 

@@ -33,6 +33,10 @@ ROWS = (64, 256, 512, 1024, 2048)
 LARGE = 256
 TARGETS = {"small": 1.15, "large": 1.05, "monolithic": 1.05}
 DTYPES = ("bfloat16", "float32")
+# Its experts take about as long as its attention.
+BALANCED = {
+    "qwen3-moe-balanced": MODELS["qwen3-moe-like"] | {"moe_intermediate_size": 576}
+}
 ROUNDS = 7
 
 
@@ -148,11 +152,11 @@ def summarise(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def measure(layout: Any) -> dict[str, Any]:
+def measure(layout: Any, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from tools.ui import say, step
 
     result: dict[str, Any] = {"configurations": {}}
-    for model, config in MODELS.items():
+    for model, config in models.items():
         for dtype in DTYPES:
             name = f"{model} {dtype}"
             with (
@@ -236,23 +240,29 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    from report import keep, machine, output_file
+    from report import keep, machine, output_parser
 
     from tools.layout import Layout
 
-    output = output_file(__doc__)
+    parser = output_parser(__doc__)
+    parser.add_argument(
+        "--balanced",
+        action="store_true",
+        help="Measure a model whose experts take about as long as its attention.",
+    )
+    given = parser.parse_args()
     layout = Layout(ROOT)
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("Two cores are needed, one for each role.")
     about = {
-        "command": "make bench ARGS='--only overlap'",
+        "command": f"make bench ARGS='--only {given.output.stem}'",
         "machine": machine(),
         "targets": TARGETS,
         "rounds": ROUNDS,
     }
-    result = about | measure(layout)
-    keep(layout, output, result)
-    draw(result, output.with_suffix(".png"))
+    result = about | measure(layout, BALANCED if given.balanced else MODELS)
+    keep(layout, given.output, result)
+    draw(result, given.output.with_suffix(".png"))
     print(table(result))
 
 

@@ -15,11 +15,16 @@ from tools.layout import Layout
 from tools.ui import say
 
 
-def output_file(description: str | None) -> Path:
-    """Where the result is to be written: the program's one argument."""
+def output_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a program whose first argument says where the result is to be written."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("output", type=Path, help="Where the result is written.")
-    return parser.parse_args().output
+    return parser
+
+
+def output_file(description: str | None) -> Path:
+    """Where the result is to be written: the program's one argument."""
+    return output_parser(description).parse_args().output
 
 
 def machine() -> dict[str, Any]:

@@ -25,12 +25,14 @@ class Benchmark:
         timeout_s: Seconds that it may take.
         base: Whether it runs the unpatched vLLM, too.
         options: Whether it has some; then it only runs when asked for.
+        arguments: What it is given always.
     """
 
     program: str
     timeout_s: int = 2400
     base: bool = False
     options: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 BENCHMARKS = {
@@ -38,6 +40,7 @@ BENCHMARKS = {
     "handoff": Benchmark("handoff.py"),
     "exchange": Benchmark("exchange.py"),
     "overlap": Benchmark("overlap.py"),
+    "overlap-balanced": Benchmark("overlap.py", arguments=("--balanced",)),
     # Of models of any size.
     "thresholds": Benchmark("thresholds.py", timeout_s=4 * 3600, options=True),
 }
@@ -71,6 +74,7 @@ def command(
     handoff     a handoff between two ubatches; a split step against a whole one
     exchange    round trips of AFD's connectors against a bare socket
     overlap     AFD in two stages against one stage, one engine and the ideal
+    overlap-balanced  the same with experts that take as long as attention
     thresholds  from how many tokens on two stages pay; only runs when asked for
 
     ARGUMENTS after `--` are options of `--only thresholds`: models, connectors, row
@@ -114,7 +118,7 @@ def run(layout: Layout, name: str, arguments: tuple[str, ...] = ()) -> Path:
     log.unlink(missing_ok=True)
     program = layout.root / "bench" / benchmark.program
     outcome = supervise(
-        [sys.executable, str(program), str(result), *arguments],
+        [sys.executable, str(program), str(result), *benchmark.arguments, *arguments],
         log,
         benchmark.timeout_s,
         layout.root,

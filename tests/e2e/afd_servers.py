@@ -264,6 +264,10 @@ def _environment(spec: Spec, role: str) -> dict[str, str]:
     except WorkshopError:
         return env  # There is one core, which both have to share.
     # Each computes on one thread, so that every sum is taken in the same order. The
-    # ranks of a role share its core.
-    bind = "|".join([cores.split(",")[0]] * spec.num_ranks(role))
+    # ranks of a role share its core, but those that wait for each other in a reduction
+    # do so at full speed: they share theirs with the other role.
+    core = [cores.split(",")[0]]
+    if (size := spec.num_ranks("ffn")) > 1:
+        core = [part.split(",")[0] for part in disjoint_cores(size)]
+    bind = "|".join((core * spec.num_ranks(role))[: spec.num_ranks(role)])
     return env | {"VLLM_CPU_OMP_THREADS_BIND": bind}

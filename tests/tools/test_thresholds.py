@@ -247,9 +247,10 @@ def test_thresholds_are_not_part_of_all(
 ) -> None:
     bench()
     assert ran[:2] == ["build", "base"]
-    programs = [program for (program,) in ran[2:]]
+    programs = [program for program, *_ in ran[2:]]
     assert "thresholds.py" not in programs
     assert len(programs) == len(BENCHMARKS) - 1
+    assert ran.count(["overlap.py"]) == ran.count(["overlap.py", "--balanced"]) == 1
 
 
 def test_several_times(
