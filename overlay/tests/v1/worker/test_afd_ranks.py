@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm.distributed.afd_transfer.control import AFDControl
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 from vllm.v1.worker import afd_attention_model_runner, afd_ffn_model_runner
 from vllm.v1.worker.afd_attention_model_runner import AFDAttention
-from vllm.v1.worker.afd_ffn_model_runner import _Turns
+from vllm.v1.worker.afd_turns import AFDTurns
 
 from .test_afd_roles import (
     HIDDEN_SIZE,
@@ -78,7 +79,7 @@ def _wait_until(condition, what: str) -> None:
 
 
 def test_who_asked_first_gets_the_turn_first() -> None:
-    turns = _Turns()
+    turns = AFDTurns()
     order: list[int] = []
 
     def take(number: int) -> None:
@@ -98,7 +99,7 @@ def test_who_asked_first_gets_the_turn_first() -> None:
 
 
 def test_a_turn_ends_with_an_error() -> None:
-    turns = _Turns()
+    turns = AFDTurns()
     for _ in range(2):
         with pytest.raises(KeyError), turns:
             raise KeyError
@@ -211,9 +212,7 @@ def test_compilation_of_one_does_not_hold_up_the_other(ranks: Servers) -> None:
 
 
 @pytest.mark.parametrize("in_step", [False, True])
-def test_the_loss_of_one_rank_ends_all(
-    ranks: Servers, in_step: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_one_rank_ends_all(ranks: Servers, in_step: bool) -> None:
     on_ffn = Failures()
     on_attention = [Failures(), Failures()]
     ffn = ranks.start_ffn(on_ffn)
@@ -286,6 +285,53 @@ def test_a_goodbye_of_one_rank_leaves_the_others(ranks: Servers, in_step: bool) 
     error = failures.wait()
     assert isinstance(error, AFDError)
     assert "No AFD attention rank" in str(error)
+
+
+def test_the_wait_for_a_rank_begins_when_the_last_one_leaves(ranks: Servers) -> None:
+    """One that is connecting counts as there, too."""
+    failures = Failures()
+    ffn = ranks.start_ffn(failures)
+    attentions = _connect_all(ranks, failures)
+    ffn.afd_config.connect_timeout_s = 1
+    attentions[1].close()
+    time.sleep(0.8)
+    attentions[0].close()
+    # Now rank 1 has been away for longer than that.
+    time.sleep(0.6)
+    assert not failures.errors
+    start = time.monotonic()
+    assert "No AFD attention rank" in str(failures.wait())
+    assert time.monotonic() - start < 0.9
+
+
+def test_the_loss_of_one_rank_is_told_to_one_that_connects(
+    ranks: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_ffn, on_attention = Failures(), Failures()
+    connecting, go_on = threading.Event(), threading.Event()
+    exchange_blob = AFDControl.exchange_blob
+
+    def slow(control: AFDControl, data: bytes) -> bytes:
+        if control.peer_hello.role == "ffn" and control.peer_hello.rank == 0:
+            connecting.set()
+            assert go_on.wait(TIMEOUT_S)
+        return exchange_blob(control, data)
+
+    ffn = ranks.start_ffn(on_ffn)
+    lost = ranks.connect(on_attention, rank=0)
+    monkeypatch.setattr(AFDControl, "exchange_blob", slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ranks.connect, on_attention, rank=1)
+        try:
+            assert connecting.wait(TIMEOUT_S)
+            lost.session.control._channel.shutdown()
+            assert "AFD attention peer (rank 0)" in str(on_ffn.wait())
+        finally:
+            go_on.set()
+        with pytest.raises(AFDError, match=r"aborted: .*AFD attention peer \(rank 0\)"):
+            other.result(TIMEOUT_S)
+    _join(ffn)
+    assert len(on_ffn.errors) == 1
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -378,7 +424,7 @@ def test_each_rank_has_a_trace(ranks: Servers, tmp_path: Path) -> None:
 def test_computing_for_others_is_no_part_of_a_trace(
     ranks: Servers, tmp_path: Path
 ) -> None:
-    """What a rank is shown to compute and send adds up to no more than there was."""
+    """What ranks are shown to compute adds up to no more than there was."""
     ffn = ranks.start_ffn(Failures(), trace_dir=str(tmp_path))
     attentions = _connect_all(ranks, Failures())
     ranks.compute = lambda layer, x: time.sleep(0.02)
