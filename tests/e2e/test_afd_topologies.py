@@ -106,13 +106,8 @@ def pair(layout: Layout, topology: Topology) -> Iterator[AFDPair]:
 
 
 def workers(server: AFDServer) -> list[int]:
-    """Those of all ranks, in order."""
-    pids = {
-        title(pid): pid
-        for pid in server.pids()
-        if title(pid).startswith("VLLM::Worker")
-    }
-    return [pids[name] for name in sorted(pids)]
+    """Those of all ranks."""
+    return sorted(pid for pid in server.pids() if title(pid).startswith("VLLM::Worker"))
 
 
 def test_same_tokens_and_logprobs_as_without_afd(
