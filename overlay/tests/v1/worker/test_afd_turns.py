@@ -193,9 +193,7 @@ def test_the_first_rank_calls_off_turns_of_an_engine_that_has_left(
 
 def test_an_engine_that_stays_after_it_was_called_off(ranks: Ranks) -> None:
     ranks.leader.leave(3, "a")
-    with pytest.raises(
-        AFDError, match=r"rank 0 has lost attention engine 3, .* 2 s"
-    ):
+    with pytest.raises(AFDError, match=r"rank 0 has lost attention engine 3, .* 2 s"):
         take(ranks.followers[0], turn(3), [])
 
 
