@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
 import re
 import signal
 import socket
@@ -177,12 +179,28 @@ def die_with_parent() -> None:
         pass  # Not Linux.
 
 
+def _first_ephemeral_port() -> int:
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        return max(int(text.split()[0]), 16000)
+    except (OSError, ValueError, IndexError):
+        return 32768
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on, all different."""
+    """Ports of 127.0.0.1 that nothing listens on, all different.
+
+    If possible below those that connections get, one of which could take it before
+    a server does.
+    """
     probes = [socket.socket() for _ in range(count)]
+    candidates = random.SystemRandom().sample(range(15000, _first_ephemeral_port()), 99)
     try:
         for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+            for port in (*candidates, 0):
+                with contextlib.suppress(OSError):
+                    probe.bind(("127.0.0.1", port))
+                    break
         return [probe.getsockname()[1] for probe in probes]
     finally:
         for probe in probes:
