@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import re
@@ -194,10 +195,11 @@ def free_ports(count: int) -> list[int]:
     a server does.
     """
     probes = [socket.socket() for _ in range(count)]
-    candidates = random.SystemRandom().sample(range(15000, _first_ephemeral_port()), 99)
+    below = random.SystemRandom().sample(range(15000, _first_ephemeral_port()), 99)
+    candidates = itertools.chain(below, itertools.repeat(0))
     try:
         for probe in probes:
-            for port in (*candidates, 0):
+            for port in candidates:
                 with contextlib.suppress(OSError):
                     probe.bind(("127.0.0.1", port))
                     break

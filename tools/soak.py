@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from tools.errors import WorkshopError
 from tools.layout import Layout
 from tools.serve import Plan
 from tools.serve_afd import prepare, role_plan
+from tools.stream import lines_of
 from tools.supervise import sigterm_interrupts
 from tools.ui import say, step
 
@@ -59,15 +60,6 @@ _GAUGES = {
     "waiting": "vllm:num_requests_waiting",
     "kv_cache_usage": "vllm:kv_cache_usage_perc",
 }
-
-
-def _lines(parts: Iterable[bytes]) -> Iterator[str]:
-    """Lines of a stream. Others end one at U+2028 or U+0085 too, which texts have."""
-    rest = b""
-    for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r").decode()
 
 
 @dataclass(frozen=True)
@@ -159,7 +151,7 @@ class Clients:
                     tokens = _tokens(json.loads(answer.read()))
                     return "completed", tokens
                 chunks = 0
-                for line in _lines(answer.iter_bytes()):
+                for line in lines_of(answer.iter_bytes()):
                     if line == "data: [DONE]":
                         return "completed", tokens
                     if line.startswith("data: "):

@@ -139,20 +139,17 @@ class AFDServer(Server):
 
     def engines(self) -> list[int]:
         """Its engine processes, by data parallel rank, as far as they have started."""
-        return self._titled("EngineCore_DP")
+        titles = {title(pid): pid for pid in self.pids()}
+        return [titles[each] for each in sorted(titles) if "::EngineCore" in each]
 
     def workers(self) -> list[int]:
-        """Likewise the worker of each engine."""
+        """Likewise the workers of each engine."""
         return [
             pid
             for engine in self.engines()
             for pid in descendants(engine)
             if title(pid).startswith("VLLM::Worker")
         ]
-
-    def _titled(self, name: str) -> list[int]:
-        titles = {title(pid): pid for pid in self.pids()}
-        return [titles[each] for each in sorted(titles) if f"::{name}" in each]
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric over those of its labels that are not given."""

@@ -13,6 +13,8 @@ from afd_servers import AFDServer
 from compare import difference
 from jobs import WORKLOADS, Jobs, expected
 
+from tools.stream import lines_of
+
 # Requests of these are mixed.
 SOURCES = ("shared-1", "mixed", "chunked", "random-5", "random-6", "random-9")
 AT_ONCE = 12
@@ -78,7 +80,7 @@ def ask(
         return [server.post(path, body, headers)["choices"][0]]
     with server.client.stream("POST", path, json=body, headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
-        lines = [line for line in answer.iter_lines() if line]
+        lines = [line for line in lines_of(answer.iter_bytes()) if line]
     assert lines[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     return [choice for chunk in chunks for choice in chunk["choices"]]

@@ -37,6 +37,7 @@ from tools import checkpoint
 from tools.layout import Layout
 from tools.process import free_ports
 from tools.serve import check_port
+from tools.stream import lines_of
 
 MODEL = checkpoint.DEFAULT
 PROCESSES = ("api", "engine", "worker")
@@ -175,7 +176,7 @@ class Client(threading.Thread):
                 "POST", "/v1/completions", json=self.body, headers=self.headers
             ) as answer,
         ):
-            for line in answer.iter_lines():
+            for line in lines_of(answer.iter_bytes()):
                 if line == "data: [DONE]":
                     return last
                 data = json.loads(line.removeprefix("data: ") or "{}")

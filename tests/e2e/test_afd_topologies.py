@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import sides
 from afd_pairs import MODELS
-from afd_servers import AFDPair, AFDServer, Spec, title
+from afd_servers import AFDPair, Spec
 from afd_traffic import check_traffic, mixed_requests
 from jobs import REFERENCE, Jobs
 from servers import DBO_FLAGS
@@ -105,11 +105,6 @@ def pair(layout: Layout, topology: Topology) -> Iterator[AFDPair]:
         yield pair
 
 
-def workers(server: AFDServer) -> list[int]:
-    """Those of all ranks."""
-    return sorted(pid for pid in server.pids() if title(pid).startswith("VLLM::Worker"))
-
-
 def test_same_tokens_and_logprobs_as_without_afd(
     pair: AFDPair, topology: Topology, jobs: Jobs
 ) -> None:
@@ -127,11 +122,11 @@ def test_same_tokens_and_logprobs_as_without_afd(
 def test_a_killed_worker_ends_both_roles(pair: AFDPair, topology: Topology) -> None:
     """The last test of a pair."""
     pids = [*pair.attention.pids(), *pair.ffn.pids()]
-    assert len(workers(pair.attention)) == topology.ranks
-    assert len(workers(pair.ffn)) == topology.size
+    assert len(pair.attention.workers()) == topology.ranks
+    assert len(pair.ffn.workers()) == topology.size
     role, number = topology.killed
     killed = pair.servers[role]
-    os.kill(workers(killed)[number], 9)
+    os.kill(killed.workers()[number], 9)
     for server in (pair.attention, pair.ffn):
         server.process.wait(END_S)
         assert server.process.is_gone(), server.process.tail()

@@ -24,6 +24,7 @@ from servers import DBO_FLAGS
 
 from tools import trace
 from tools.layout import Layout
+from tools.stream import lines_of
 
 RANKS = 2
 MODEL = MODELS[0]
@@ -134,7 +135,7 @@ class Decoding(threading.Thread):
             json=body | {"stream": True, "return_token_ids": True},
             headers={"X-data-parallel-rank": str(self.rank)},
         ) as answer:
-            for line in answer.iter_lines():
+            for line in lines_of(answer.iter_bytes()):
                 self.chunks += line.startswith("data: {")
                 self.text += line
 

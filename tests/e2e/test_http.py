@@ -11,6 +11,8 @@ from compare import difference
 from pairs import Pair
 from servers import Server
 
+from tools.stream import lines_of
+
 
 def traffic(server: Server) -> dict[str, Any]:
     """Seeded requests, first one by one, then many at a time."""
@@ -79,7 +81,7 @@ def test_streamed_chat_gives_the_same_text(pair: Pair) -> None:
         "POST", "/v1/chat/completions", json=chat(pair.dbo, stream=True)
     ) as answer:
         assert answer.status_code == 200
-        lines = [line for line in answer.iter_lines() if line]
+        lines = [line for line in lines_of(answer.iter_bytes()) if line]
     assert lines[-1] == "data: [DONE]"
     for line in lines[:-1]:
         for choice in json.loads(line.removeprefix("data: "))["choices"]:

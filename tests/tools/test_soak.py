@@ -4,16 +4,7 @@ from typing import Any
 
 import pytest
 
-from tools.soak import (
-    Clients,
-    Request,
-    Watch,
-    _lines,
-    counters,
-    gauges,
-    problems,
-    requests,
-)
+from tools.soak import Clients, Request, Watch, counters, gauges, problems, requests
 
 METRICS = """
 # HELP vllm:num_requests_running Number of requests
@@ -80,15 +71,6 @@ def test_answers_are_looked_at(outcome: str, tokens: list[int], noted: str) -> N
     clients.note(request, outcome, tokens)
     assert clients.outcomes[noted] == (2 if noted == "completed" else 1)
     assert len(clients.failures) == (noted == "failed")
-
-
-def test_a_text_may_have_any_character() -> None:
-    """Among them some that `str.splitlines` takes for the end of a line."""
-    line = 'data: {"text": "a\u2028b\x85c\x0bd"}'
-    sent = f"{line}\r\n\ndata: [DONE]\n".encode()
-    for size in (1, 2, 7, len(sent)):
-        parts = [sent[at : at + size] for at in range(0, len(sent), size)]
-        assert list(_lines(parts)) == [line, "", "data: [DONE]"]
 
 
 def test_growth_is_counted_from_the_warm_up_on() -> None:
