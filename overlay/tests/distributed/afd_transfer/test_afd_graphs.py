@@ -17,6 +17,7 @@ import torch
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.afd_transfer.afd_connector import nccl_link
+from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
 from vllm.distributed.afd_transfer.afd_connector.gloo_connector import GlooAFDConnector
 from vllm.distributed.afd_transfer.afd_connector.p2p_nccl_connector import (
     P2pNcclAFDConnector,
@@ -364,6 +365,7 @@ def test_stats_of_a_replay(make_roles: Callable[..., GraphRoles]):
     assert (whole.steps, whole.split_steps) == (1, 0)
     assert split.bytes_received == 3 * 4 * HIDDEN_SIZE * 4
     assert whole.bytes_sent == 3 * 3 * (HIDDEN_SIZE + 4) * 4
+    assert split.replayed_steps == whole.replayed_steps == 1
     # Nobody has seen them.
     assert split.exchanges == split.split_exchanges == split.overlapped == 0
     assert dummy is None
@@ -410,8 +412,11 @@ def test_attention_drops_its_graphs_before_the_connection(
     """NCCL waits for them to be gone before it ends a communicator."""
     order: list[str] = []
 
+    resets: list[str] = []
+    graph = SimpleNamespace(reset=lambda: resets.append("reset"))
+
     class Base:
-        cudagraph_manager: Any = object()
+        cudagraph_manager: Any = SimpleNamespace(graphs={_desc(1): graph})
 
         def shutdown(self) -> None:
             order.append("runner")
@@ -422,7 +427,7 @@ def test_attention_drops_its_graphs_before_the_connection(
             self.afd: Any = SimpleNamespace(close=self._close)
 
         def _close(self) -> None:
-            assert self.cudagraph_manager is None
+            assert self.cudagraph_manager is None and resets == ["reset"]
             order.append("afd")
 
     monkeypatch.setattr(
@@ -573,6 +578,36 @@ def test_ffn_drops_the_graphs_before_it_closes(
     assert not any(graph.nodes for graph in graphs)
 
 
+@pytest.mark.parametrize("when", ["before", "computing", "sending"])
+def test_ffn_outlives_attention_that_leaves_at_a_capture(
+    make_roles: Callable[..., GraphRoles], monkeypatch: pytest.MonkeyPatch, when: str
+):
+    roles = make_roles()
+    error = AFDError("attention has ended the session")
+    run_ffn_layer = afd_ffn_model_runner.run_ffn_layer
+
+    start = roles.on_ffn._link.start
+
+    def fail(*args: Any) -> None:
+        start(*args)
+        raise error
+
+    def leave(layer: int, *args: Any) -> torch.Tensor:
+        if layer == 1 and when == "computing":
+            roles.on_ffn.abort(error)
+        elif layer == 1:
+            monkeypatch.setattr(roles.on_ffn._link, "start", fail)
+        return run_ffn_layer(layer, *args)  # type: ignore[arg-type]
+
+    if when == "before":
+        roles.on_ffn.abort(error)
+    monkeypatch.setattr(afd_ffn_model_runner, "run_ffn_layer", leave)
+    step = AFDStep(seq=1, kind="capture", stage_tokens=[4], graph=0)
+    assert _serve_one(roles, monkeypatch, lambda: step) == ["closed with 0 graphs"]
+    assert not roles.graphs.failed
+    assert not any(graph.nodes for graph in roles.world.graphs)
+
+
 class _FailingCapture:
     """What CUDA says of a capture that was left in the middle."""
 
@@ -583,17 +618,52 @@ class _FailingCapture:
         raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
 
-def test_ffn_ends_if_a_capture_fails(
+def test_ffn_ends_if_a_capture_does_not(
     make_roles: Callable[..., GraphRoles], monkeypatch: pytest.MonkeyPatch
 ):
-    """Also if that is as attention has left: torch may not capture any more."""
+    """Also if attention has left: torch may not capture any more."""
     roles = make_roles()
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: _FailingCapture())
-    roles.on_ffn.abort(AFDError("attention has ended the session"))
+
+    def fail(*args: Any) -> torch.Tensor:
+        raise MemoryError("no memory for the graph")
+
+    monkeypatch.setattr(afd_ffn_model_runner, "run_ffn_layer", fail)
     step = AFDStep(seq=1, kind="capture", stage_tokens=[4], graph=0)
-    with pytest.raises(AFDError, match="attention has ended the session"):
+    # The cause.
+    with pytest.raises(MemoryError):
         _serve_one(roles, monkeypatch, lambda: step)
     assert roles.graphs.failed
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_attention_says_why_a_capture_failed(
+    make_roles: Callable[..., GraphRoles],
+    monkeypatch: pytest.MonkeyPatch,
+    num_stages: int,
+):
+    """Not that the capture has not come back to the stream where it began."""
+    roles = make_roles()
+    submit = roles.on_attention.submit
+    error = AFDPeerError("the peer died")
+
+    def lose(transfer: AFDTransfer, *args: Any) -> Any:
+        handle = submit(transfer, *args)
+        if roles.attention._step.kind == "capture" and transfer.layer == 1:  # type: ignore
+            roles.on_attention.abort(error)
+        return handle
+
+    monkeypatch.setattr(roles.on_attention, "submit", lose)
+
+    def attention() -> None:
+        with pytest.raises(Exception) as raised:
+            roles.runner.capture_model([_desc(4, num_stages)])
+        cause: BaseException | None = raised.value
+        while cause is not None and cause is not error:
+            cause = cause.__cause__
+        assert cause is error
+
+    roles.run_both(attention)
 
 
 def test_what_is_captured_goes_through_the_runner(monkeypatch: pytest.MonkeyPatch):

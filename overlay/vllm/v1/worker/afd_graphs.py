@@ -8,6 +8,7 @@ replays the graph of the number that attention replays. What is captured is not 
 nothing travels meanwhile.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -41,7 +42,7 @@ class AFDGraphs:
         self._context: GraphCaptureContext | None = None
         self._pool: tuple[int, int] | None = None
         self.failed = False
-        """A capture has failed, and torch may be unable to capture or free memory."""
+        """A capture was not ended well, and torch may be unable to begin another."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -54,8 +55,13 @@ class AFDGraphs:
                 as attention has replaced its own.
             run: Runs the step.
 
+        Raises:
+            Exception: What `run` has raised, or else torch.
+
         """
         assert step.graph is not None
+        if is_workspace_manager_initialized():
+            lock_workspace()
         if self._context is None:
             self._context = GraphCaptureContext(torch.cuda.Stream(self._device))
         graph = torch.cuda.CUDAGraph()
@@ -77,19 +83,17 @@ class AFDGraphs:
                         error = e
                         raise
         except BaseException as e:
-            self.failed = True
-            # CUDA's own, of a capture that was left, says less.
+            # Else, the capture has come to an end nonetheless.
+            self.failed = e is not error
+            # A traceback may refer to it.
+            with contextlib.suppress(Exception):
+                graph.reset()
+            # What torch says of a capture that was left is less.
             raise (error or e) from None
         # Only now is the one that it replaces released: a pool that nobody uses ends.
         self._graphs[step.graph] = step.stage_tokens, graph
         self._pool = graph.pool()
-        if is_workspace_manager_initialized():
-            lock_workspace()
-        logger.debug(
-            "Captured CUDA graph %d, stages of %s tokens.",
-            step.graph,
-            step.stage_tokens,
-        )
+        logger.debug("CUDA graph %d has stages of %s.", step.graph, step.stage_tokens)
 
     def replay(self, step: AFDStep) -> None:
         """Replay a captured step on the current stream.
@@ -110,7 +114,7 @@ class AFDGraphs:
 
     def clear(self) -> None:
         """Release the graphs, without which no communicator of NCCL ends."""
-        if self._graphs and is_workspace_manager_initialized():
+        if self._context is not None and is_workspace_manager_initialized():
             unlock_workspace()
         for _, graph in self._graphs.values():
             # A traceback may refer to it.
