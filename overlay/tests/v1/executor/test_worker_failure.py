@@ -63,7 +63,9 @@ def _executor(executor_class: type[Executor], **additional_config) -> Iterator:
         additional_config=additional_config,
     )
     # All that is asked of it here.
-    config.model_config = SimpleNamespace(is_multimodal_model=False, is_hybrid=False)
+    config.model_config = SimpleNamespace(
+        is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False
+    )
     executor = executor_class(config)
     try:
         yield executor

@@ -149,6 +149,15 @@ def test_one_yield_per_layer(expected: bool, kwargs: dict[str, Any]):
     assert attention_layers_yield(vllm_config) is expected
 
 
+# What the attention layers of CPUs read of it.
+_MODEL_CONFIG: Any = SimpleNamespace(
+    dtype=torch.float32,
+    is_mm_prefix_lm=False,
+    rswa_window=None,
+    hf_text_config=None,
+)
+
+
 def _make_attention(attn_type: str = AttentionType.DECODER) -> Attention:
     return Attention(
         num_heads=2, head_size=64, scale=1.0, prefix="layers.0", attn_type=attn_type
@@ -191,6 +200,7 @@ def _num_traced_yields(layer: torch.nn.Module, *inputs: torch.Tensor, **kwargs) 
 def test_graph_has_the_op_with_dbo_only(layer: str, enable_dbo: bool):
     vllm_config = VllmConfig()
     vllm_config.parallel_config = ParallelConfig(enable_dbo=enable_dbo)
+    vllm_config.model_config = _MODEL_CONFIG
     with set_current_vllm_config(vllm_config):
         if layer == "attention":
             attn: torch.nn.Module = _make_attention()
@@ -211,6 +221,7 @@ def test_graph_has_the_op_with_dbo_only(layer: str, enable_dbo: bool):
 def test_encoder_attention_does_not_yield():
     vllm_config = VllmConfig()
     vllm_config.parallel_config = ParallelConfig(enable_dbo=True)
+    vllm_config.model_config = _MODEL_CONFIG
     with set_current_vllm_config(vllm_config):
         assert not _make_attention(AttentionType.ENCODER_ONLY).use_dbo_yield
 
