@@ -19,6 +19,9 @@ from tools.process import alive
 
 # For pytest to tear down its fixtures, the servers among them.
 GRACE_S = 60
+# Enough for what has run no longer than that. An interrupt is lost in about one of a
+# hundred interpreters that just start: in a callback of an import it is "ignored".
+YOUNG_S = 5
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,16 @@ def supervise(
 
     Args:
         timeout: Seconds that it may take.
-        grace: Seconds that it has to end by itself, interrupted, when time is up.
+        grace: Seconds that it has to end by itself, interrupted, when time is up. It
+            gets no more than it has run, but at least 5.
         show: Whether its output is shown as it comes.
-        stop: Set to end it before that, as when time is up.
+        stop: Set to end it before that, as when time is up. If it is set already,
+            nothing is run, and the outcome is that of an interrupt.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
+    if stop is not None and stop.is_set():
+        return Outcome(-signal.SIGINT, 0.0)
     with log.open("ab") as copy:
         try:
             process = subprocess.Popen(
@@ -85,9 +92,9 @@ def supervise(
                 timed_out = stop is None or not stop.is_set()
                 if timed_out:
                     _say(copy, f"Still running after {timeout:.0f} s: ended.", show)
-                _interrupt(process, grace)
+                _interrupt(process, grace, start)
         except BaseException:
-            _interrupt(process, grace)
+            _interrupt(process, grace, start)
             raise
         finally:
             kill_session(process.pid)
@@ -145,10 +152,10 @@ def _wait(
     return process.poll() is not None
 
 
-def _interrupt(process: subprocess.Popen[bytes], grace: float) -> None:
+def _interrupt(process: subprocess.Popen[bytes], grace: float, start: float) -> None:
     try:
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(grace)
+        process.wait(min(grace, max(YOUNG_S, time.monotonic() - start)))
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
 

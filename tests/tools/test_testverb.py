@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +206,41 @@ def test_a_hung_process_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
     session, said = (tmp_path / "log").read_text().splitlines()
     assert not list(session_members(int(session)))
     assert said.startswith("Still running after")
+
+
+def test_a_young_process_that_ignores_the_interrupt_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "print('on', flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    log, stop = tmp_path / "log", threading.Event()
+
+    def stop_when_on() -> None:
+        while not (log.exists() and b"on" in log.read_bytes()):
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=stop_when_on, daemon=True).start()
+    start = time.monotonic()
+    outcome = supervise([sys.executable, "-c", script], log, timeout=60, stop=stop)
+    assert outcome.code == -signal.SIGKILL
+    assert not outcome.timed_out
+    assert time.monotonic() - start < 30
+
+
+def test_nothing_is_run_after_the_stop(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    # To start it would fail.
+    missing = [str(tmp_path / "missing")]
+    outcome = supervise(missing, tmp_path / "log", timeout=60, stop=stop)
+    assert outcome.code == -signal.SIGINT
+    with pytest.raises(WorkshopError, match="missing cannot be run"):
+        supervise(missing, tmp_path / "log", timeout=60)
 
 
 def test_time_up_lets_a_process_clean_up(tmp_path: Path) -> None:
