@@ -30,6 +30,7 @@ else:
     )
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.ubatch_utils import UBatchSlices
 
@@ -257,6 +258,7 @@ class AFDAttentionMixin:
     def before_forward(
         self,
         input_batch: "InputBatch",
+        batch_desc: "BatchExecutionDescriptor",
         ubatch_slices: "UBatchSlices | None",
         dummy_run: bool,
         is_profile: bool,
