@@ -48,6 +48,10 @@ class Layout:
         """What differs on another release: mails, and how each patch fared."""
         return self.patches / "ports" / version
 
+    def port_mend(self, version: str) -> Path:
+        """What another release itself needs to run, of no patch of the series."""
+        return self.port_overrides(version) / "base.diff"
+
     @property
     def overlay(self) -> Path:
         return self.root / "overlay"

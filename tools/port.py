@@ -622,7 +622,8 @@ def _range_diff(git: Git, old: str, old_tip: str, new: str, new_tip: str) -> byt
 
 def _check_overrides(layout: Layout, version: str, series: Series) -> None:
     folder = layout.port_overrides(version)
-    known = {f"{slug}.patch" for slug in series.slugs} | {"status.toml"}
+    known = {f"{slug}.patch" for slug in series.slugs}
+    known |= {"status.toml", layout.port_mend(version).name}
     found = folder.iterdir() if folder.is_dir() else ()
     unknown = [path.name for path in found if path.name not in known]
     unknown = [name for name in unknown if not name.endswith(".part")]

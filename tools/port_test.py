@@ -22,7 +22,7 @@ from tools.build import (
 )
 from tools.env import clean_environ, release, site_packages, version_of
 from tools.errors import WorkshopError
-from tools.git import scratch
+from tools.git import Git, GitError, scratch
 from tools.layout import Layout, venv_python
 from tools.pin import Pin
 from tools.port import find_port, load_state, port_tree
@@ -83,6 +83,7 @@ def port_test(
             "upstream",
             f"vLLM's tests that the patches name, on {version}",
             lambda layout: upstream_tasks(layout, env, version, chosen),
+            parallel=True,
         )
     ]
     if e2e and env.kernels:
@@ -221,15 +222,29 @@ def upstream_tasks(
 
 
 def _e2e(layout: Layout, pin: Pin, env: PortEnv) -> Task:
-    """The comparison of engines, with this release on both sides."""
-    base = layout.port(pin.version) / "base"
+    """The comparison of engines, with this release on both sides.
+
+    If the release itself does not run on a CPU and we have a mend for it, both sides
+    are copies with that.
+    """
+    port = layout.port(pin.version)
+    copies = {port / "base": base_commit(pin)}
+    patched, mend = env.tree, layout.port_mend(pin.version)
+    if mend.is_file():
+        patched = port / "patched"
+        copies[patched] = "HEAD"
     python = str(venv_python(env.venv))
     sides = {
         "E2E_PATCHED_PYTHON": python,
-        "E2E_PATCHED_TREE": str(env.tree),
+        "E2E_PATCHED_TREE": str(patched),
         "E2E_REFERENCE_PYTHON": python,
-        "E2E_REFERENCE_TREE": str(base),
+        "E2E_REFERENCE_TREE": str(port / "base"),
     }
+
+    def prepare() -> None:
+        for folder, commit in copies.items():
+            write_copy(env.tree, commit, folder, mend)
+
     words = ("-m", "pytest", "tests/e2e/test_engine.py")
     return Task(
         f"port-{pin.version}-e2e",
@@ -238,18 +253,36 @@ def _e2e(layout: Layout, pin: Pin, env: PortEnv) -> Task:
         layout.root,
         clean_environ() | sides,
         pytest=True,
-        prepare=lambda: _write_base(pin, env, base),
+        prepare=prepare,
     )
 
 
-def _write_base(pin: Pin, env: PortEnv, base: Path) -> None:
-    """Write the unpatched release, with the compiled files of the patched tree."""
-    shutil.rmtree(base, ignore_errors=True)
-    base.mkdir(parents=True)
-    with scratch(env.tree) as git:
-        git("read-tree", base_commit(pin))
-        git("checkout-index", "--all", env={"GIT_WORK_TREE": str(base)})
-    link_compiled(env.tree / "vllm", base / "vllm")
+def write_copy(tree: Path, commit: str, folder: Path, mend: Path) -> None:
+    """Write a commit of a tree, with the compiled files of that tree.
+
+    Args:
+        folder: Where to; replaced if it is there.
+        mend: A diff to put on it, if there is such a file.
+
+    Raises:
+        WorkshopError: The diff does not apply.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    found = Git(tree)("rev-parse", "--verify", f"{commit}^{{commit}}")
+    with scratch(tree) as git:
+        git("read-tree", found)
+        if mend.is_file():
+            try:
+                git("apply", "--cached", str(mend))
+            except GitError as error:
+                raise WorkshopError(
+                    f"{mend.name} does not apply to {commit} of {tree.name}.",
+                    error.stderr.strip(),
+                    f"Mend {mend}.",
+                ) from None
+        git("checkout-index", "--all", env={"GIT_WORK_TREE": str(folder)})
+    link_compiled(tree / "vllm", folder / "vllm")
 
 
 @click.command()

@@ -574,6 +574,17 @@ def test_an_override_of_no_patch(workspace: Layout, release: MakeRelease) -> Non
     assert caught.value.why == "nobody.patch"
 
 
+def test_a_mend_of_the_release_is_no_override(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    release({})
+    mend = workspace.port_mend(NEW)
+    mend.parent.mkdir(parents=True)
+    mend.write_text("x")
+    found = port(workspace, NEW)
+    assert {each.result for each in found.values()} == {"clean"}
+
+
 def test_an_override_that_is_not_needed_is_told(
     workspace: Layout, release: MakeRelease, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 import tools.plugins
 from tools.errors import WorkshopError
+from tools.git import Git
 from tools.layout import Layout
-from tools.port_test import port_test, unmet
+from tools.port_test import port_test, unmet, write_copy
 
 PINS = """\
 [port."0.31.0".base]
@@ -42,6 +43,61 @@ def test_a_port_that_was_not_made(workspace: Layout) -> None:
     assert caught.value.todo == "make port BASE=0.31.0"
     with pytest.raises(WorkshopError, match=r"no release '0\.99\.0'"):
         port_test(workspace, "0.99.0")
+
+
+def _release(tmp_path: Path) -> Path:
+    """A tree with a module in git, and a compiled file that is not in git."""
+    tree = tmp_path / "tree"
+    (tree / "vllm").mkdir(parents=True)
+    (tree / "vllm" / "slots.py").write_text("BLOCK_SIZE = None\n")
+    git = Git(tree)
+    git("init", "--quiet", "--template=", ".")
+    git("add", "--all")
+    git(
+        *("-c", "user.name=t", "-c", "user.email=t@t.invalid"),
+        *("commit", "--quiet", "--message=base"),
+    )
+    (tree / "vllm" / "_C.abi3.so").write_bytes(b"compiled")
+    (tree / "vllm" / "_version.py").write_text("version = '1'\n")
+    return tree
+
+
+MEND = """\
+Why this is needed.
+
+--- a/vllm/slots.py
++++ b/vllm/slots.py
+@@ -1 +1 @@
+-BLOCK_SIZE = None
++BLOCK_SIZE = 16
+"""
+
+
+def test_a_copy_is_mended_and_the_tree_is_not(tmp_path: Path) -> None:
+    tree, copy, mend = _release(tmp_path), tmp_path / "copy", tmp_path / "base.diff"
+    (copy / "vllm").mkdir(parents=True)
+    (copy / "vllm" / "old.py").write_text("")
+    write_copy(tree, "HEAD", copy, mend)
+    assert (copy / "vllm" / "slots.py").read_text() == "BLOCK_SIZE = None\n"
+    mend.write_text(MEND)
+    write_copy(tree, "HEAD", copy, mend)
+    assert sorted(path.name for path in (copy / "vllm").iterdir()) == [
+        "_C.abi3.so",
+        "_version.py",
+        "slots.py",
+    ]
+    assert (copy / "vllm" / "slots.py").read_text() == "BLOCK_SIZE = 16\n"
+    assert (tree / "vllm" / "slots.py").read_text() == "BLOCK_SIZE = None\n"
+    assert Git(tree)("status", "--porcelain", "--untracked-files=no") == ""
+
+
+def test_a_mend_that_does_not_apply_is_named(tmp_path: Path) -> None:
+    tree, mend = _release(tmp_path), tmp_path / "base.diff"
+    mend.write_text(MEND.replace("= None", "= 8"))
+    with pytest.raises(WorkshopError, match=r"base\.diff does not apply") as caught:
+        write_copy(tree, "HEAD", tmp_path / "copy", mend)
+    assert "vllm/slots.py" in caught.value.why
+    assert str(mend) in caught.value.todo
 
 
 def test_what_a_release_needs_in_another_version(tmp_path: Path) -> None:
