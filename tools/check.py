@@ -232,8 +232,9 @@ def _check_owners(
     known |= {layout.patches / f"{slug}.toml" for slug in order}
     ports = layout.patches / "ports"
     for path in _files(layout.patches):
-        is_port = ports in path.parents and path.parent.parent == ports
-        if path in known or (is_port and path.stem in (*order, "status")):
+        is_port = path.parent.parent == ports
+        is_mend = is_port and path == layout.port_mend(path.parent.name)
+        if path in known or is_mend or (is_port and path.stem in (*order, "status")):
             continue
         report.add(
             "orphan",

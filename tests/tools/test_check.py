@@ -183,7 +183,8 @@ def test_all_that_a_mail_can_have_wrong_is_in_one_report(good: Layout) -> None:
     for name in ("stray.patch", "notes.txt", "ports/0.31.0/nobody.patch"):
         (good.patches / name).parent.mkdir(parents=True, exist_ok=True)
         (good.patches / name).write_text("x\n")
-    (good.patches / "ports/0.31.0/gadget.patch").write_text("x\n")
+    for name in ("gadget.patch", "base.diff", "other.diff"):
+        (good.patches / "ports/0.31.0" / name).write_text("x\n")
     (good.overlay / "vllm/stray.py").write_text("x\n")
     with good.sdist_files.open("a") as file:
         file.write("vllm/gadget/one.py\n")
@@ -212,9 +213,16 @@ def test_all_that_a_mail_can_have_wrong_is_in_one_report(good: Layout) -> None:
     }
     assert expected <= found(report)
     orphans = message(report, "orphan")
-    for name in ("stray.patch", "notes.txt", "nobody.patch", "vllm/stray.py"):
+    for name in (
+        "stray.patch",
+        "notes.txt",
+        "nobody.patch",
+        "other.diff",
+        "vllm/stray.py",
+    ):
         assert name in orphans
-    assert "0.31.0/gadget.patch" not in orphans
+    for name in ("gadget.patch", "base.diff"):
+        assert f"0.31.0/{name}" not in orphans
     series = message(report, "series")
     assert "unknown field 'removed'" in series
     assert "why is missing or empty" in series
