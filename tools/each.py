@@ -7,11 +7,12 @@ the content that decides them, so that a second run takes seconds.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -160,6 +161,32 @@ class Trials:
             return _reason(error)
         return None
 
+    def missing(self, names: Sequence[str], patch: Patch) -> str | None:
+        """A module of vLLM that a patch names and that is not there with these.
+
+        Also one that is imported for its types only, or by a function: imports and
+        tests may pass without it, but the patch does not stand.
+        """
+        commits = self._commits(names)
+        tip = list(commits.values())[-1]
+        for path in self._paths(commits[patch.slug]):
+            source = self.git.raw("show", f"{tip}:{path}")
+            for name in _imported(source, path):
+                # What no patch brings is compiled, or made by the build.
+                if self._has(self._tip, name) and not self._has(tip, name):
+                    return name
+        return None
+
+    @cached_property
+    def _tip(self) -> str:
+        """Commit of the whole series."""
+        return list(self._commits(self.series.slugs).values())[-1]
+
+    def _has(self, commit: str, module: str) -> bool:
+        file = module.replace(".", "/")
+        places = (f"{file}.py", file)
+        return any(self.git.resolve(f"{commit}:{place}") for place in places)
+
     def _commits(self, names: Sequence[str]) -> dict[str, str]:
         patches = [self.series[slug] for slug in names]
         return assemble(self.git, self.base, patches, self.layout.overlay)
@@ -189,15 +216,20 @@ class Trials:
     def _modules(self, commit: str) -> list[str]:
         """Modules of vLLM that a patch touches and that exist with it."""
         names = []
-        for path in hunks_between(self.git, f"{commit}^", commit):
-            pure = Path(path)
-            if pure.parts[0] != "vllm" or pure.suffix != ".py":
-                continue
-            if self.git.resolve(f"{commit}:{path}") is None:
-                continue
-            parts = pure.with_suffix("").parts
+        for path in self._paths(commit):
+            parts = Path(path).with_suffix("").parts
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
         return sorted(names)
+
+    def _paths(self, commit: str) -> list[str]:
+        """Files of vLLM's package that a patch touches and that exist with it."""
+        return [
+            path
+            for path in hunks_between(self.git, f"{commit}^", commit)
+            if path.startswith("vllm/")
+            and path.endswith(".py")
+            and self.git.resolve(f"{commit}:{path}") is not None
+        ]
 
     def _write(self, commit: str) -> Path:
         """Bring `build/each/tree` to a commit; only what differs is written."""
@@ -217,6 +249,20 @@ class Trials:
         work("read-tree", "--reset", "-u", commit)
         link_compiled(self.layout.tree / "vllm", tree / "vllm")
         return tree
+
+
+def _imported(source: bytes, path: str) -> Iterator[str]:
+    """Modules of vLLM that a file imports, wherever in it."""
+    package = list(Path(path).parent.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = package[: len(package) + 1 - node.level] if node.level else []
+            names = [".".join([*up, *([node.module] if node.module else [])])]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "vllm")
 
 
 def _reason(error: WorkshopError) -> str:
@@ -289,6 +335,10 @@ def _alone(trials: Trials, patch: Patch, report: Report) -> bool:
     names = _closure(trials, patch)
     verdict = trials.run(names, patch, "alone on what it depends on")
     if verdict.ok:
+        if name := trials.missing(names, patch):
+            report.add(
+                patch.slug, f"imports {name}, which nothing it depends on brings"
+            )
         return True
     supplier = _supplier(trials, patch, names, verdict)
     declared = ", ".join(name for name in names if name != patch.slug) or "nothing"
@@ -369,7 +419,9 @@ def _unnecessary(trials: Trials, patch: Patch, report: Report) -> None:
                 # Another dependency brings it; that it is named does no harm.
                 continue
             names = [slug for slug in series.slugs if slug in wanted]
-            if trials.run(names, patch, f"without {name}").ok:
+            if trials.run(names, patch, f"without {name}").ok and not trials.missing(
+                names, patch
+            ):
                 report.add(
                     patch.slug,
                     f"unnecessary dependency: it applies and passes without {name}; "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomlkit
 
-from tools.each import each
+from tools.each import _imported, each
 from tools.errors import WorkshopError
 from tools.layout import Layout
 
@@ -115,6 +115,46 @@ def test_a_module_that_cannot_be_imported(built: Layout) -> None:
     found = problems(built, "gadget")
     assert "cannot be imported on nothing" in found["gadget"]
     assert "NameError" in found["gadget"]
+
+
+TYPES = """\
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.gadget import GADGET
+
+KIND = 1
+"""
+
+
+def test_what_is_imported_for_its_types_is_needed(built: Layout) -> None:
+    name = "vllm/gadget_kind.py"
+    (built.overlay / name).write_text(TYPES)
+    meta = tomlkit.parse((built.patches / "gadget-docs.toml").read_text())
+    overlay = [*meta["overlay"], name]
+    declare(built, "gadget-docs", overlay=overlay, tests=["tests/test_x.py"])
+    assert problems(built, "gadget-docs") == {}
+    declare(built, "gadget-docs", depends_on=[])
+    assert problems(built, "gadget-docs")["gadget-docs"] == (
+        "imports vllm.gadget, which nothing it depends on brings"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("import os, vllm.a.b as b", ["vllm.a.b"]),
+        ("from vllm.a import b", ["vllm.a"]),
+        ("from vllm import a", ["vllm"]),
+        ("from . import x", ["vllm.p"]),
+        ("from ..q import x", ["vllm.q"]),
+        ("from .r.s import x", ["vllm.p.r.s"]),
+        ("import vllm_other", []),
+        ("def f():\n    from vllm.c import d", ["vllm.c"]),
+    ],
+)
+def test_modules_that_a_file_imports(line: str, wanted: list[str]) -> None:
+    assert list(_imported(line.encode(), "vllm/p/x.py")) == wanted
 
 
 def test_a_missing_package_of_another_device_is_no_error(built: Layout) -> None:

@@ -917,3 +917,39 @@ def test_abort_before_and_during_connect():
     with pytest.raises(AFDPeerError, match="no longer there"):
         connector.connect(exchange, "127.0.0.1", 0.5)
     connector.close()
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_abort_while_gloo_connects(role):
+    """The peer has sent its address, and is lost before it has the other one."""
+    own_end, peer_end = blob_exchanges()
+    peer_role = "ffn" if role == "attention" else "attention"
+    connector = GlooAFDConnector(make_config(), role, LAYOUT, "the peer")
+    peer = GlooAFDConnector(make_config(), peer_role, LAYOUT, "peer")
+    error = AFDPeerError("no longer there")
+    ended = threading.Event()
+
+    def lose(data: bytes) -> bytes:
+        peer_end(data)
+        threading.Timer(0.5, connector.abort, [error]).start()
+        assert ended.wait(SOON_S)
+        raise AFDError("lost")
+
+    def connect() -> float:
+        start = time.monotonic()
+        try:
+            with pytest.raises(AFDPeerError) as raised:
+                connector.connect(own_end, "127.0.0.1", 20)
+        finally:
+            ended.set()
+        assert raised.value is error
+        return time.monotonic() - start
+
+    def connect_peer() -> None:
+        with pytest.raises(AFDError, match="lost"):
+            peer.connect(lose, "127.0.0.1", SOON_S)
+
+    took_s, _ = in_threads(connect, connect_peer)
+    assert took_s < 10
+    connector.close()
+    peer.close()

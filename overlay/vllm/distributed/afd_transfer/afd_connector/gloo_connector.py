@@ -17,8 +17,11 @@ What gloo does when something goes wrong shapes this file:
 import contextlib
 import datetime
 import secrets
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
@@ -57,7 +60,9 @@ _FENCE_TAG = 100
 _INTERRUPT_TAG = 200
 
 # gloo cannot be interrupted while it connects, and both sides are there when it does.
+# If one of them is lost then, a thread is left behind for that long.
 _RENDEZVOUS_TIMEOUT_S = 60.0
+_POLL_S = 0.05
 
 # How long close() waits for what was sent last.
 _CLOSE_TIMEOUT = datetime.timedelta(seconds=1)
@@ -209,9 +214,7 @@ class GlooAFDConnector(AFDConnectorBase):
         rendezvous_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
         store = _BlobStore(exchange)
         try:
-            self._group = ProcessGroupGloo(
-                store, self._rank, 2, _gloo_options(local_address, rendezvous_timeout_s)
-            )
+            self._group = self._meet(store, local_address, rendezvous_timeout_s)
         except Exception as e:
             self.check()
             if store.error is not None:
@@ -243,6 +246,23 @@ class GlooAFDConnector(AFDConnectorBase):
         self._wait(self._lanes[0], first, left_s, f"connect_timeout_s={timeout_s:g}")
         self._lanes[0].received = None
         logger.debug("AFD data connection from %s to %s", local_address, self.peer)
+
+    def _meet(self, store: Store, address: str, timeout_s: float) -> ProcessGroupGloo:
+        """Connect to the peer, as long as the session has not ended."""
+        met: Future[ProcessGroupGloo] = Future()
+
+        def meet() -> None:
+            try:
+                options = _gloo_options(address, timeout_s)
+                met.set_result(ProcessGroupGloo(store, self._rank, 2, options))
+            except BaseException as e:
+                met.set_exception(e)
+
+        threading.Thread(target=meet, name="afd-gloo-connect", daemon=True).start()
+        while not met.done():
+            futures.wait([met], _POLL_S)
+            self.check()
+        return met.result()
 
     def _decode_rendezvous(self, blob: bytes) -> _Rendezvous:
         try:
