@@ -6,6 +6,7 @@ As in test_p2p_nccl_connector.py. With tensor parallelism, the ranks of each rol
 what they compute, on the stream that they compute on.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +16,29 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.distributed.afd_transfer.afd_connector import nccl_link
 from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
-from vllm.distributed.afd_transfer.errors import AFDPeerError
+from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.worker import afd_ffn_model_runner, ubatching
 from vllm.v1.worker.afd_ffn_model_runner import AFDFFNModelRunner
 from vllm.v1.worker.afd_turns import AFDFollowingTurns, AFDLeadingTurns, AFDTurns
 
-from .fake_nccl import FakeReduction, FakeWorld, fake_world, wait_until
-from .test_p2p_nccl_connector import HIDDEN_SIZE, MAX_TOKENS, Roles, _experts
+from .fake_nccl import (
+    NUM_STREAMS,
+    FakeReduction,
+    FakeWorld,
+    fake_world,
+    wait_until,
+)
+from .test_p2p_nccl_connector import (
+    HIDDEN_SIZE,
+    LAYOUT,
+    MAX_TOKENS,
+    NUM_EXPERTS,
+    Roles,
+    _experts,
+)
 from .utils import SOON_S, in_threads
 
 pytestmark = pytest.mark.skip_global_cleanup
@@ -84,7 +99,7 @@ class _Gate:
         self._world = world
         self._is_open = False
 
-    def put(self) -> None:
+    def put(self, layer: int = 0) -> None:
         """On the current stream."""
         self._world.current_stream().add(lambda: None, lambda: self._is_open)
 
@@ -157,13 +172,7 @@ class Ranks:
         self.ranks = [
             _Rank(self, rank, **kwargs) for rank in range(num_engines * tp_size)
         ]
-        for name, value in (
-            ("_THREAD_ID_TO_CONTEXT", _OfEachProcess(world, dict)),
-            ("_CURRENT_CONTEXTS", _OfEachProcess(world, list)),
-            ("forward_context", _ForwardContexts(world)),
-        ):
-            monkeypatch.setattr(ubatching, name, value)
-        monkeypatch.setattr(afd_ffn_model_runner, "run_ffn_layer", self._run_ffn_layer)
+        self._patch()
         self.turns = self._make_turns()
         # The ranks that one FFN rank serves are of one process.
         self.ffn: list[AFDFFNModelRunner] = [
@@ -179,6 +188,27 @@ class Ranks:
         self.after_experts: Callable[[int, torch.Tensor], None] = lambda layer, x: None
         for rank in self.ranks:
             rank.connect()
+
+    def _patch(self) -> None:
+        """Of what each of `ranks` has patched as the only one."""
+        for name, value in (
+            ("_THREAD_ID_TO_CONTEXT", _OfEachProcess(self.world, dict)),
+            ("_CURRENT_CONTEXTS", _OfEachProcess(self.world, list)),
+            ("forward_context", _ForwardContexts(self.world)),
+        ):
+            self.monkeypatch.setattr(ubatching, name, value)
+        self.monkeypatch.setattr(
+            afd_ffn_model_runner, "run_ffn_layer", self._run_ffn_layer
+        )
+
+    def reconnect(self, rank: int) -> None:
+        """As after the end of an attention server."""
+        self.ranks[rank].close()
+        ffn = self.ranks[rank].ffn
+        self.ranks[rank] = _Rank(self, rank)
+        self.ranks[rank].ffn = ffn
+        self._patch()
+        self.ranks[rank].connect()
 
     def _make_turns(self) -> list[AFDTurns]:
         if self.tp_size == 1:
@@ -207,7 +237,7 @@ class Ranks:
         jobs: list[Callable[[], Any]] = []
         for rank, roles in enumerate(self.ranks):
             todo = steps[rank // self.tp_size % len(steps)]
-            jobs.append(lambda roles=roles, todo=todo: roles.run_attention(todo))
+            jobs.append(functools.partial(roles.run_attention, todo))
             jobs.append(roles.run_ffn)
         in_threads(*jobs)
         assert not any(roles.said for roles in self.ranks)
@@ -289,13 +319,21 @@ def _run_while_one_waits(
 
     """
     first, *rest = ranks.ranks
+    # Those of the first layer, and the input of the second.
+    num_messages = ranks.world.num_messages + (2 if op == "recv" else 3)
     with ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(first.run_attention, [[5]]),
             pool.submit(first.run_ffn),
         ]
         try:
-            wait_until(lambda: ranks.world.blocked("ffn-0") == [op], "it waits")
+            wait_until(
+                lambda: (
+                    ranks.world.num_messages == num_messages
+                    and ranks.world.blocked("ffn-0") == [op]
+                ),
+                "it waits",
+            )
             in_threads(
                 *(rank.run_ffn for rank in rest),
                 *(lambda rank=rank: rank.run_attention(others) for rank in rest),
@@ -355,7 +393,7 @@ def test_it_would_not_be_if_it_were_sent_from_the_workspace(
 ):
     ranks = make_ranks(2)
     for stage in ranks.ranks[0].on_ffn._stages:
-        stage.output = ranks._workspaces["ffn-0"].view(-1)
+        stage.hidden_states = ranks._workspaces["ffn-0"].view(-1)
     with pytest.raises(AssertionError, match="not close"):
         _run_while_one_waits(ranks, "send", _freeze_before_the_answer(ranks), OTHERS)
 
@@ -371,7 +409,7 @@ def _run_engines_in_opposite_orders(ranks: Ranks, condition: Callable[[], Any]) 
     world = ranks.world
     gates = {1: _Gate(world), 2: _Gate(world)}
     for rank, gate in gates.items():
-        ranks.ranks[rank].before_exchange = lambda layer, gate=gate: gate.put()
+        ranks.ranks[rank].before_exchange = gate.put
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(ranks.run, [[[5]], [[3]]])
         try:
@@ -419,7 +457,7 @@ def test_an_answer_may_take_as_long_as_those_of_all_ranks(
 def test_all_ranks_are_served_on_one_stream(
     make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ):
-    """Which is behind the one on which the weights were loaded."""
+    """Which is behind the one on which the weights were loaded, and warmed up."""
     ranks = make_ranks(2)
     ffn = ranks.ffn[0]
     streams: dict[int, Any] = {}
@@ -429,24 +467,57 @@ def test_all_ranks_are_served_on_one_stream(
         streams[rank] = ranks.world.current_stream()
         done.wait(SOON_S)
 
+    gate = _Gate(ranks.world)
+    warmed_up: list[tuple[int, int, bool]] = []
+
+    def run_ffn_layer(layer: int, x: torch.Tensor, logits: Any) -> None:
+        rows = x.shape[0]
+        assert logits.shape == (rows, NUM_EXPERTS)
+        ranks.world.current_stream().add(
+            lambda: warmed_up.append((layer, rows, gate._is_open))
+        )
+
+    layers = [SimpleNamespace(logits_size=NUM_EXPERTS)] * 2
     for name, value in (
-        ("describe_server", lambda *args: None),
-        ("moe_runners", lambda config: []),
+        ("describe_server", lambda *args: SimpleNamespace(layers=layers)),
+        ("make_layout", lambda hello: LAYOUT),
+        ("moe_runners", lambda config: [0, 1]),
+        ("run_ffn_layer", run_ffn_layer),
         ("make_turns", lambda config: AFDTurns()),
         ("current_stream", ranks.world.current_stream),
     ):
         monkeypatch.setattr(afd_ffn_model_runner, name, value)
-    ffn.model, ffn.device = None, torch.device("cuda")  # type: ignore[assignment]
+    ffn.model, ffn.device = None, torch.device("meta")  # type: ignore[assignment]
     ffn.afd_config = ffn.vllm_config.afd_config  # type: ignore[assignment]
     ffn._listener = SimpleNamespace(listen=lambda: None)  # type: ignore[assignment]
     ffn._controls, ffn._threads = {0: None, 1: None}, []
     ffn._accept = accept  # type: ignore[method-assign]
-    gate = _Gate(ranks.world)
     with ranks.world.process("ffn-0"):
         gate.put()
+        threading.Timer(0.2, gate.open).start()
         ffn.start_serving()
+    assert warmed_up == [(n, rows, True) for rows in (MAX_TOKENS, 1) for n in (0, 1)]
     done.wait(SOON_S)
     assert streams[0] is streams[1]
-    assert not streams[0].query()
-    gate.open()
-    streams[0].synchronize()
+
+
+def test_links_share_no_stream(make_ranks: Callable[..., Ranks]):
+    """Though torch has few, and sessions come and go."""
+    ranks = make_ranks(2)
+    world = ranks.world
+    stays = ranks.ranks[0].on_ffn._link.streams[0]
+    compute = world.devices["ffn-0"].compute_stream
+    for _ in range(NUM_STREAMS + 1):
+        ranks.reconnect(1)
+        assert ranks.ranks[1].on_ffn._link.streams[0] not in (stays, compute)
+    assert len(world.devices["ffn-0"].pools[-1]) == NUM_STREAMS
+    ranks.run()
+
+
+def test_no_more_links_than_streams(make_ranks: Callable[..., Ranks]):
+    ranks = make_ranks(1)
+    with ranks.world.process("ffn-0"):
+        streams = [nccl_link._take_stream() for _ in range(NUM_STREAMS - 1)]
+        with pytest.raises(AFDError, match="32 connections with NCCL already"):
+            nccl_link._take_stream()
+    nccl_link._give_back_stream(streams)

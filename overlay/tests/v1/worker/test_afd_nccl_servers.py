@@ -124,6 +124,7 @@ def test_same_output_as_without_afd(
         # All at once, so that the engines run steps at the same time.
         jobs = [pool.submit(_generate, attention, *batch) for batch in batches]
         for job, outputs in zip(jobs, expected):
+            assert len(job.result()) == len(outputs)
             _assert_equal(job.result(), outputs)
         steps = _num_steps(attention)
     assert len(steps) == num_engines and all(steps)
