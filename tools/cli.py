@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -67,6 +68,10 @@ def cli(ctx: click.Context, root: Path | None) -> None:
 
 
 def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in the background job of a script. All that is started here would ignore
+        # it as well, though its end begins with it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         # click gives back the status of an Exit rather than raise it.
         status = cli(standalone_mode=False)
