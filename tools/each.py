@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -105,7 +106,7 @@ class Trials:
         self.folder = layout.build / "each"
         self.file = self.folder / "cache.json"
         self.base = base_commit(load_pin(layout.pin))
-        self.known: dict[str, dict[str, object]] = _load(self.file)
+        self.known: dict[str, dict[str, Any]] = _load(self.file)
 
     @cached_property
     def environment(self) -> str:
@@ -140,7 +141,7 @@ class Trials:
         self.report.trials += 1
         key = self.key(names, patch)
         if saved := self.known.get(key):
-            return Verdict(**saved)  # type: ignore[arg-type]
+            return Verdict(**saved)
         self.report.ran += 1
         say(f"==> {patch.slug}: {what} ({len(names)} patches)")
         verdict, sure = self._run(names, patch)
@@ -167,15 +168,24 @@ class Trials:
         Also one that is imported for its types only, or by a function: imports and
         tests may pass without it, but the patch does not stand.
         """
+        key = f"{self.key(names, patch)} absent"
+        if key not in self.known:
+            self.known[key] = {"modules": self._absent(names, patch)}
+            _save(self.file, self.known)
+        # What no patch brings is compiled, or made by the build.
+        absent = self.known[key]["modules"]
+        return next((name for name in absent if self._has(self._tip, name)), None)
+
+    def _absent(self, names: Sequence[str], patch: Patch) -> list[str]:
+        """Modules of vLLM that a patch imports and that these do not have."""
         commits = self._commits(names)
         tip = list(commits.values())[-1]
-        for path in self._paths(commits[patch.slug]):
-            source = self.git.raw("show", f"{tip}:{path}")
-            for name in _imported(source, path):
-                # What no patch brings is compiled, or made by the build.
-                if self._has(self._tip, name) and not self._has(tip, name):
-                    return name
-        return None
+        wanted = {
+            name
+            for path in self._paths(commits[patch.slug])
+            for name in _imported(self.git.raw("show", f"{tip}:{path}"), path)
+        }
+        return sorted(name for name in wanted if not self._has(tip, name))
 
     @cached_property
     def _tip(self) -> str:
@@ -269,7 +279,7 @@ def _reason(error: WorkshopError) -> str:
     return f"{error.what} {error.why}".strip()
 
 
-def _load(file: Path) -> dict[str, dict[str, object]]:
+def _load(file: Path) -> dict[str, dict[str, Any]]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
