@@ -41,7 +41,7 @@ test:
 test-fast:
 	@$(TOOLS) test --fast $(ARGS)
 
-# The first run takes hours; what was tried is remembered, and not tried again.
+# What was tried is remembered (patches/trials.json), and not tried again.
 test-each:
 	@$(TOOLS) each $(if $(SLUG),--slug "$(SLUG)") $(ARGS)
 

@@ -2,7 +2,8 @@
 
 A trial is a set of patches on the base: it applies, the modules that the patch
 touches can be imported, and the tests that it names pass. Trials are remembered by
-the content that decides them, so that a second run takes seconds.
+the content that decides them, so that a second run takes seconds; those of
+patches/trials.json also on another machine with the same Python and packages.
 """
 
 from __future__ import annotations
@@ -99,14 +100,28 @@ class Trials:
 
     Args:
         git: From `tools.git.scratch`.
+        anew: Whether to forget what was tried before.
+
+    Attributes:
+        known: Outcomes by key, those of other runs too.
+        used: What this run asked for, by key, with words for a reader.
     """
 
-    def __init__(self, layout: Layout, series: Series, git: Git, report: Report):
+    def __init__(
+        self,
+        layout: Layout,
+        series: Series,
+        git: Git,
+        report: Report,
+        anew: bool = False,
+    ):
         self.layout, self.series, self.git, self.report = layout, series, git, report
         self.folder = layout.build / "each"
         self.file = self.folder / "cache.json"
         self.base = base_commit(load_pin(layout.pin))
-        self.known: dict[str, dict[str, Any]] = _load(self.file)
+        kept = {} if anew else _load(layout.trials) | _load(self.file)
+        self.known: dict[str, dict[str, Any]] = kept
+        self.used: dict[str, dict[str, Any]] = {}
 
     @cached_property
     def environment(self) -> str:
@@ -140,8 +155,21 @@ class Trials:
         """
         self.report.trials += 1
         key = self.key(names, patch)
-        if saved := self.known.get(key):
-            return Verdict(**saved)
+        verdict = self._recall(key) or self._try(key, names, patch, what)
+        self.used[key] = {
+            "patch": patch.slug,
+            "tried": what,
+            "ok": verdict.ok,
+            "stage": verdict.stage,
+        }
+        return verdict
+
+    def _recall(self, key: str) -> Verdict | None:
+        if not (saved := self.known.get(key)):
+            return None
+        return Verdict(saved["ok"], saved.get("stage", ""), saved.get("why", ""))
+
+    def _try(self, key: str, names: Sequence[str], patch: Patch, what: str) -> Verdict:
         self.report.ran += 1
         say(f"==> {patch.slug}: {what} ({len(names)} patches)")
         verdict, sure = self._run(names, patch)
@@ -172,9 +200,14 @@ class Trials:
         if key not in self.known:
             self.known[key] = {"modules": self._absent(names, patch)}
             _save(self.file, self.known)
+        self.used[key] = self.known[key]
         # What no patch brings is compiled, or made by the build.
         absent = self.known[key]["modules"]
         return next((name for name in absent if self._has(self._tip, name)), None)
+
+    def keep(self) -> None:
+        """Write what this run asked for, and nothing else, to patches/trials.json."""
+        _save(self.layout.trials, self.used)
 
     def _absent(self, names: Sequence[str], patch: Patch) -> list[str]:
         """Modules of vLLM that a patch imports and that these do not have."""
@@ -217,7 +250,9 @@ class Trials:
             done = supervise(command, log, _IMPORT_S, tree, env)
             if done.code:
                 return Verdict(False, "import", _tail(log)), not done.timed_out
-        done = supervise(task.command, log, task.timeout, tree, task.env)
+        # The first failure decides.
+        command = (*task.command, "-x")
+        done = supervise(command, log, task.timeout, tree, task.env)
         if not (problem := problem_of(task, done)):
             return Verdict(True), True
         why = f"{problem}: {_tail(log)}; {self.layout.relative(log)}"
@@ -306,11 +341,15 @@ def each(
     layout: Layout,
     slugs: Sequence[str] = (),
     on_trial: Callable[[str], None] = lambda what: None,
+    anew: bool = False,
+    keep: bool = False,
 ) -> Report:
     """Try each patch alone, each prefix, and each dependency.
 
     Args:
         slugs: Only these patches, if any.
+        anew: Forget what was tried before.
+        keep: Write patches/trials.json if there is no finding.
 
     Raises:
         WorkshopError: Nothing has been built.
@@ -326,13 +365,15 @@ def each(
     chosen = [series[slug] for slug in slugs] or list(series.patches)
     report = Report()
     with hold(layout, "make test-each"), scratch(layout.tree) as git:
-        trials = Trials(layout, series, git, report)
+        trials = Trials(layout, series, git, report, anew)
         for patch in chosen:
             on_trial(patch.slug)
             alone = _alone(trials, patch, report)
             if alone:
                 _unnecessary(trials, patch, report)
             _prefix(trials, patch, report if alone else Report())
+        if keep and not report.findings:
+            trials.keep()
     return report
 
 
@@ -458,17 +499,26 @@ def _prefix(trials: Trials, patch: Patch, report: Report) -> None:
 
 @click.command()
 @click.option("--slug", "slugs", multiple=True, help="Only this patch.")
+@click.option("--anew", is_flag=True, help="Forget what was tried before.")
+@click.option(
+    "--keep", is_flag=True, help="If all is well, write it to patches/trials.json."
+)
 @click.pass_obj
-def command(layout: Layout, slugs: tuple[str, ...]) -> None:
+def command(layout: Layout, slugs: tuple[str, ...], anew: bool, keep: bool) -> None:
     """Try each patch alone on what it depends on, and each prefix of the series.
 
     It must apply, the modules it touches must be importable, and the tests it
     names must pass. A dependency that is not declared, or declared in vain, is an
-    error that names it. Results are kept in build/each/cache.json by content:
-    only what changed is run again.
+    error that names it. Results are kept in build/each/cache.json by content, and
+    looked up there and in patches/trials.json: only what changed is run again.
     """
+    if keep and slugs:
+        raise WorkshopError(
+            "--keep writes the trials of all patches, and --slug tries some.",
+            todo="Leave one of them out.",
+        )
     start = time.monotonic()
-    report = each(layout, slugs)
+    report = each(layout, slugs, anew=anew, keep=keep)
     seconds = time.monotonic() - start
     for finding in report.findings:
         print(f"{finding.slug}: {finding.message}")

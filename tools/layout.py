@@ -44,6 +44,11 @@ class Layout:
     def series(self) -> Path:
         return self.patches / "series"
 
+    @property
+    def trials(self) -> Path:
+        """Trials of `each` that are kept from checkout to checkout."""
+        return self.patches / "trials.json"
+
     def port_overrides(self, version: str) -> Path:
         """What differs on another release: mails, and how each patch fared."""
         return self.patches / "ports" / version

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tomlkit
+from click.testing import CliRunner
 
-from tools.each import _imported, each
+from tools.each import _imported, command, each
 from tools.errors import WorkshopError
 from tools.layout import Layout
 
@@ -54,6 +57,47 @@ def test_a_second_run_tries_nothing(built: Layout) -> None:
     assert again.trials == first.trials
     assert again.ran == 0
     assert again.findings == first.findings
+
+
+def test_kept_trials_serve_another_checkout(built: Layout) -> None:
+    first = each(built, keep=True)
+    kept = json.loads(built.trials.read_text())
+    told = [
+        (entry["patch"], entry["tried"]) for entry in kept.values() if "ok" in entry
+    ]
+    assert ("gadget-docs", "without gadget") in told
+    assert str(built.root) not in built.trials.read_text()
+    shutil.rmtree(built.build / "each")
+    again = each(built)
+    assert (again.trials, again.ran) == (first.trials, 0)
+
+
+def test_all_is_tried_anew_on_request(built: Layout) -> None:
+    first = each(built, keep=True)
+    assert each(built, anew=True).ran == first.ran > 0
+
+
+def test_only_trials_of_the_series_as_it_is_are_kept(built: Layout) -> None:
+    each(built, keep=True)
+    before = set(json.loads(built.trials.read_text()))
+    (built.overlay / "docs/gadget.md").write_text("# Gadget\n\nIt is one.\n")
+    each(built, keep=True)
+    after = set(json.loads(built.trials.read_text()))
+    assert len(after) == len(before)
+    assert after != before
+
+
+def test_with_a_finding_nothing_is_kept(built: Layout) -> None:
+    declare(built, "gadget-docs", depends_on=[])
+    assert each(built, keep=True).findings
+    assert not built.trials.exists()
+
+
+def test_keep_is_of_the_whole_series(built: Layout) -> None:
+    done = CliRunner().invoke(command, ["--keep", "--slug", "gadget"], obj=built)
+    assert isinstance(done.exception, WorkshopError)
+    assert "--slug tries some" in str(done.exception)
+    assert not built.trials.exists()
 
 
 def test_only_what_a_change_reaches_is_tried_again(built: Layout) -> None:
