@@ -19,12 +19,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vllm import envs
 from vllm.config import VllmConfig
+from vllm.utils.parent_death import PARENT_DEATH_GRACE_PERIOD_S
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-EXIT_TIMEOUT_S = 20
+# A process that does not heed SIGTERM, such as an engine core that waits to be
+# constructed, is killed when its grace period is over.
+EXIT_TIMEOUT_S = (
+    PARENT_DEATH_GRACE_PERIOD_S + envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + 10
+)
 
 
 def _run_engine_core(ipc_dir: Path) -> None:
