@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tools.pin import load_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
 
@@ -76,6 +78,15 @@ def test_jobs_are_bounded_may_only_read_and_wait_for_jobs_that_exist() -> None:
             assert re.fullmatch(
                 r"actions/[a-z-]+@v\d+", step.get("uses", "actions/x@v1")
             )
+
+
+def test_every_release_of_the_ports_is_tested() -> None:
+    job = load()["jobs"]["port"]
+    assert set(job["strategy"]["matrix"]["release"]) == set(
+        load_ports(ROOT / "ports.pin")
+    )
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    assert runs == ["ci/port ${{ matrix.release }}"]
 
 
 def test_upstreams_main_is_tried_on_a_schedule() -> None:
