@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
+from vllm.distributed.afd_transfer.afd_connector.gloo_connector import _FENCE_TAG
 from vllm.distributed.afd_transfer.control import AFDControl
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 from vllm.v1.worker import afd_attention_model_runner, afd_ffn_model_runner
@@ -166,6 +168,47 @@ def test_a_layer_waits_for_one_layer_of_the_other_rank(ranks: Servers) -> None:
         for future in (first, second):
             future.result(TIMEOUT_S)
     assert computed == [7, 1]
+    assert not failures.errors
+
+
+def test_a_message_whose_end_is_late_holds_up_nobody(
+    ranks: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lost on its way, it comes again. FFN has computed what was in the message."""
+    failures = Failures()
+    ffn = ranks.start_ffn(failures)
+    attentions = _connect_all(ranks, failures, num_ubatches=2)
+    connector = attentions[0].session.connector
+    start, late = connector._start, []
+
+    def start_but_the_end(operation: str, data: torch.Tensor, tag: int):
+        if operation == "send" and tag == _FENCE_TAG + 1 and not late:
+            late.append((operation, data, tag))
+            return SimpleNamespace(wait=lambda *args: None)
+        return start(operation, data, tag)
+
+    monkeypatch.setattr(connector, "_start", start_but_the_end)
+
+    def compute(layer: int, x: torch.Tensor) -> None:
+        stages = ffn._sessions[0].connector._lanes
+        if x.shape[0] == 2 and layer == 0:
+            _wait_until(stages[1].incoming.arrived, "stage 1 has sent")
+
+    ranks.compute = compute
+    attentions[0].begin_step("eager", [2, 3])
+    transfers = [AFDTransfer(1, 0, stage, 2, 2 + stage) for stage in range(2)]
+    answers = [
+        connector.submit(transfer, torch.rand(transfer.rows, HIDDEN_SIZE))
+        for transfer in transfers
+    ]
+    answers[0].wait()
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(ranks.run_step, attentions[1], 1)
+        try:
+            step.result(10)
+        finally:
+            start(*late[0])
+            answers[1].wait()
     assert not failures.errors
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from tests.distributed.afd_transfer.control_utils import free_port
+from vllm.config.afd import AFDConfig
 from vllm.distributed.afd_transfer import afd_session
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
+from vllm.distributed.afd_transfer.listener import AFDListener
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.worker import afd_turns
 from vllm.v1.worker.afd_attention_model_runner import AFDAttention
@@ -382,3 +384,15 @@ def test_an_engine_whose_ranks_leave_at_different_points(
     engines.run_engine(engine, 4)
     engines.run_engine(engines.engines[2], 5)
     assert not engines.failures.errors
+
+
+def test_the_taken_port_of_a_rank_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] - 1
+        config = AFDConfig(
+            afd_role="ffn", afd_port=port, num_attention_ranks=2, num_ffn_ranks=2
+        )
+        with pytest.raises(
+            ValueError, match=rf"afd_port={port} \+ 1 \(the FFN rank\): .*in use"
+        ):
+            AFDListener(config, rank=1)

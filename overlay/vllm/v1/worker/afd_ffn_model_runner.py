@@ -221,6 +221,6 @@ class AFDFFNModelRunner:
                 hidden_states, router_logits = connector.recv(current, may_compile)
                 with override_forward_context(contexts[stage]):
                     output = run_ffn_layer(runner, hidden_states, router_logits)
+                connector.send(current, output)
                 if layer + 1 < len(self._runners):
                     connector.post_recv(transfer(layer + 1, stage))
-                connector.send(current, output)

@@ -238,8 +238,9 @@ class AFDConnectorBase(ABC):
 
     @abstractmethod
     def post_recv(self, transfer: AFDTransfer) -> None:
-        """FFN: say what the stage receives next. Does not wait.
+        """FFN: say what the stage receives next.
 
+        Waits for no more than the end of a message of which the rest has come.
         The stage's last hidden states may be overwritten once they have been
         answered, which is when the peer may send again. A connector whose transport
         cannot receive ahead may leave the work to recv().
