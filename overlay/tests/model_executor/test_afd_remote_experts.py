@@ -59,7 +59,11 @@ def test_each_instance_of_a_process_has_an_exchange_of_its_own():
         layers[0]._forward_impl(x, x, None)
 
     for config, factor in zip(configs, (10, 20)):
-        afd.set_afd_exchange(config, lambda i, x, logits, f=factor: x * f + i)
+
+        def exchange(i, x, logits, f=factor):
+            return x * f + i
+
+        afd.set_afd_exchange(config, exchange)
     assert layers[0]._forward_impl(x, x, None).eq(13).all()
     afd.set_afd_exchange(configs[0], None)
     assert layers[1]._forward_impl(x, x, None).eq(23).all()

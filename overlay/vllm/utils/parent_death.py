@@ -47,6 +47,7 @@ def exit_with_parent(
         process_name: What to call this process in the log.
         before_exit: Called in the watching thread before SIGTERM.
         grace_period_s: Seconds that the reaction to SIGTERM may take.
+
     """
     parent = multiprocessing.parent_process()
     if parent is None:

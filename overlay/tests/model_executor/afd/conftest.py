@@ -102,8 +102,7 @@ def load(folder: Path, role: str | None, **kwargs) -> Loaded:
         names.update(n for n, _ in model.named_parameters(remove_duplicate=False))
         load_weights(model, model_config)
 
-    loader.load_weights = record
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), patch.object(loader, "load_weights", record):
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
     return Loaded(config, model, names)
 

@@ -363,7 +363,7 @@ def test_narrow_router_logits_travel_in_the_type_announced(roles, tiny_model):
                 sent.append(router_logits.bfloat16().dtype)
                 return forward(hidden, router_logits.bfloat16(), *args)
 
-            runner._forward_impl = narrow
+            runner._forward_impl = narrow  # type: ignore[method-assign]
     actual = logits(attention)
     assert sent == [torch.bfloat16] * 3
     torch.testing.assert_close(actual, expected, atol=0.5, rtol=0)

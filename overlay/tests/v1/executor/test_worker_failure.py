@@ -37,7 +37,8 @@ class StubWorker(WorkerBase):
         self.device = torch.device("cpu")
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        if self.vllm_config.additional_config.get("fail_in_load"):
+        additional_config: Any = self.vllm_config.additional_config
+        if additional_config.get("fail_in_load"):
             self.fail_in_background()
 
     def fail_in_background(self) -> None:

@@ -71,13 +71,13 @@ def _run_engine(
                         list(o.outputs[0].token_ids),
                         [
                             {token: x.logprob for token, x in logprobs.items()}
-                            for logprobs in o.outputs[0].logprobs
+                            for logprobs in o.outputs[0].logprobs or []
                         ],
                     )
                     for o in outputs
                 ]
             )
-        core = llm.llm_engine.engine_core
+        core: Any = llm.llm_engine.engine_core
         split_steps = 0
         if is_attention:
             worker = core.engine_core.model_executor.driver_worker.worker

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -176,10 +177,11 @@ def test_a_message_whose_end_is_late_holds_up_nobody(
 ) -> None:
     """Lost on its way, it comes again. FFN has computed what was in the message."""
     failures = Failures()
-    ffn = ranks.start_ffn(failures)
+    ffn: Any = ranks.start_ffn(failures)
     attentions = _connect_all(ranks, failures, num_ubatches=2)
-    connector = attentions[0].session.connector
-    start, late = connector._start, []
+    connector: Any = attentions[0].session.connector
+    start = connector._start
+    late: list[tuple[str, torch.Tensor, int]] = []
 
     def start_but_the_end(operation: str, data: torch.Tensor, tag: int):
         if operation == "send" and tag == _FENCE_TAG + 1 and not late:

@@ -214,8 +214,9 @@ def run_ubatches(monkeypatch: pytest.MonkeyPatch) -> Callable:
     def run(function: Callable[[int], None]) -> None:
         barrier = threading.Barrier(3)
         stream = SimpleNamespace(wait_event=lambda event: None)
+        any_context: Any = _AnyContext()
         contexts = ubatching.make_ubatch_contexts(
-            2, None, stream, [_AnyContext(), _AnyContext()], barrier
+            2, None, stream, [any_context, any_context], barrier
         )
 
         def run_one(context: ubatching.UBatchContext) -> None:

@@ -6,6 +6,7 @@ A CPU has no streams to overlap, but splits, hands off and merges as a GPU does.
 """
 
 import faulthandler
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -178,7 +179,7 @@ def test_split_steps_match_whole_steps(tmp_path):
         with patch.object(
             UBatchRunner, "run", autospec=True, side_effect=UBatchRunner.run
         ) as run:
-            outputs = [
+            outputs: list[Any] = [
                 output.outputs[0]
                 for output in llm.generate(prompts, sampling_params, use_tqdm=False)
             ]

@@ -19,6 +19,7 @@ from vllm.forward_context import create_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.core.sched import scheduler
 from vllm.v1.metrics.dbo import DBOStats
+from vllm.v1.metrics.reader import Counter
 from vllm.v1.worker.gpu import dp_utils, ubatch_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.ubatch_utils import (
@@ -293,6 +294,7 @@ def _dbo_counters(llm: LLM) -> dict[str, int]:
         if metric.name.startswith("vllm:dbo_"):
             name = metric.labels.get("reason", metric.name.removeprefix("vllm:dbo_"))
             assert metric.labels["engine"] == "0"
+            assert isinstance(metric, Counter)
             counters[name] = metric.value
     return counters
 
@@ -403,7 +405,8 @@ def test_nothing_is_counted_without_dbo(tmp_path):
     HF_CONFIG.save_pretrained(tmp_path)
     llm = _make_llm(str(tmp_path))
 
-    engine_core = llm.llm_engine.engine_core.engine_core
+    client: Any = llm.llm_engine.engine_core
+    engine_core = client.engine_core
     with patch.object(
         engine_core.scheduler,
         "make_stats",

@@ -333,6 +333,7 @@ def test_microbatches_carry_dp_metadata_only_with_dp(dp_size: int):
         if dp_size == 1:
             assert context.dp_metadata is None
         else:
+            assert context.dp_metadata is not None
             num_tokens_across_dp = context.dp_metadata.num_tokens_across_dp_cpu
             assert num_tokens_across_dp.tolist() == [num_tokens] * dp_size
 

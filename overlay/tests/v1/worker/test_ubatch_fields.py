@@ -298,6 +298,7 @@ def test_groups_share_metadata_only_within_a_microbatch():
         speculative_config=None,
         _get_encoder_seq_lens=lambda *args, **kwargs: (None, None),
     )
+    attn_metadata: Any
     attn_metadata, _ = GPUModelRunner._build_attention_metadata(
         runner,
         NUM_TOKENS,

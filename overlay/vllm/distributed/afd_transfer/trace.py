@@ -130,6 +130,7 @@ class AFDTrace:
 
         Raises:
             OSError: It cannot be created.
+
         """
         self.path = path
         self._num_layers = len(header.layers)
@@ -165,6 +166,7 @@ class AFDTrace:
             config: Has the directory.
             hello: What this instance told the peer.
             peer: Names the peer.
+
         """
         if config.trace_dir is None:
             return None

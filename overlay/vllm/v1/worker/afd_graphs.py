@@ -15,7 +15,7 @@ import torch
 
 from vllm.distributed.afd_transfer.errors import AFDError
 from vllm.distributed.afd_transfer.messages import AFDStep
-from vllm.distributed.parallel_state import GraphCaptureContext, graph_capture
+from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.workspace import (
@@ -39,7 +39,7 @@ class AFDGraphs:
         self._device = device
         self._graphs: dict[int, tuple[list[int], torch.cuda.CUDAGraph]] = {}
         # Memory is used again by what is captured on the same stream only.
-        self._context: GraphCaptureContext | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._pool: tuple[int, int] | None = None
         self.failed = False
         """A capture was not ended well, and torch may be unable to begin another."""
@@ -62,12 +62,12 @@ class AFDGraphs:
         assert step.graph is not None
         if is_workspace_manager_initialized():
             lock_workspace()
-        if self._context is None:
-            self._context = GraphCaptureContext(torch.cuda.Stream(self._device))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
         graph = torch.cuda.CUDAGraph()
         error: BaseException | None = None
         try:
-            with graph_capture(self._device, self._context):
+            with graph_capture(self._device), torch.cuda.stream(self._stream):
                 # The workspace of cuBLAS is not to be part of the pool.
                 torch.cuda.current_blas_handle()
                 # Other threads may use CUDA meanwhile.
@@ -114,7 +114,7 @@ class AFDGraphs:
 
     def clear(self) -> None:
         """Release the graphs, without which no communicator of NCCL ends."""
-        if self._context is not None and is_workspace_manager_initialized():
+        if self._stream is not None and is_workspace_manager_initialized():
             unlock_workspace()
         for _, graph in self._graphs.values():
             # A traceback may refer to it.

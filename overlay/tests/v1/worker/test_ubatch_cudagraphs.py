@@ -298,7 +298,7 @@ def test_capture(fail: bool):
 def test_split_step_is_captured_and_replayed(monkeypatch: pytest.MonkeyPatch):
     """A whole and a split graph of each size, replayed with other inputs.
 
-    `pytest tests/v1/cudagraph/test_ubatch_cudagraphs.py -k captured_and_replayed`
+    `pytest tests/v1/worker/test_ubatch_cudagraphs.py -k captured_and_replayed`
     """
     # No SMs for communication kernels: there may be fewer on a MIG slice.
     monkeypatch.setenv("VLLM_DBO_COMM_SMS", "0")

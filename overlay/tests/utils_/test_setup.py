@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SETUP_PY = Path(__file__).parents[1] / "setup.py"
+SETUP_PY = Path(__file__).parents[2] / "setup.py"
 
 X86_CPU_LIBRARIES = ["_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so"]
 ANY_DEVICE_LIBRARIES = ["fs_io_C.abi3.so", "spinloop.abi3.so"]
