@@ -40,7 +40,9 @@ from tools.upstream_rules import (
     message_problems,
     private_words,
     product_lines,
+    sections,
     size_problems,
+    unsaid_tests,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ RULES = {
     "closure": "the patch applies on nothing but its depends_on",
     "tip": "the whole series gives the tip tree of vllm.pin",
     "roundtrip": "export would write the same bytes",
-    "tests": "the tests of the metadata exist in the tree they run in",
+    "tests": "the tests of the metadata exist where they run; the Test Plan names them",
     "title": "upstream's form of a title",
     "body": "non-empty Purpose, Test Plan and Test Result",
     "ai": "says that AI assisted, why it is no duplicate; Co-authored-by trailer",
@@ -228,7 +230,11 @@ def _check_owners(
     layout: Layout, series: Series, order: Sequence[str], report: Report
 ) -> None:
     """Rules orphan and taken."""
-    known = {layout.series, *(layout.patches / f"{slug}.patch" for slug in order)}
+    known = {
+        layout.series,
+        layout.trials,
+        *(layout.patches / f"{slug}.patch" for slug in order),
+    }
     known |= {layout.patches / f"{slug}.toml" for slug in order}
     ports = layout.patches / "ports"
     for path in _files(layout.patches):
@@ -288,6 +294,10 @@ def check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
         return
     for rule, message in message_problems(mail.message):
         report.add(rule, slug, message)
+    # One that is missing is told already.
+    if plan := sections(mail.message).get("Test Plan"):
+        for name in unsaid_tests(paths_in(patch.meta.tests), plan):
+            report.add("tests", slug, f"the Test Plan does not name {name}.")
     for rule, message in private_words("line of the message", mail.message.split("\n")):
         report.add(rule, slug, message)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -38,6 +39,7 @@ from tools.test import (
     upstream_task,
 )
 from tools.ui import say, step
+from tools.upstream_hooks import run_hooks
 
 _NO_KERNELS = Path(__file__).parent / "plugins" / "no_kernels.py"
 _E2E_S = 2700
@@ -77,6 +79,13 @@ def port_test(
     _check_state(layout, pin)
     series = load_series(layout)
     chosen = [series[slug] for slug in slugs] or list(series.patches)
+    whole = not slugs and keyword is None
+    results = []
+    if whole:
+        say(f"\n==> hooks: upstream's, of {version}, on what the series touches")
+        results.append(
+            hooks_result(layout, port_tree(layout, version), base_commit(pin))
+        )
     env = make_env(layout, pin)
     stages = [
         Stage(
@@ -94,7 +103,36 @@ def port_test(
                 lambda layout: [_e2e(layout, pin, env)],
             )
         )
-    return run_stages(layout, stages, keyword)
+    return results + run_stages(layout, stages, keyword)
+
+
+def hooks_result(layout: Layout, tree: Path, base: str) -> Result:
+    """Run the hooks that a release has, on what its port of the series touches.
+
+    Args:
+        base: Commit of the release.
+
+    Raises:
+        WorkshopError: A hook broke.
+    """
+    start = time.monotonic()
+    result = Result("hooks")
+    tip = Git(tree)("rev-parse", "--verify", "HEAD^{commit}")
+    with scratch(tree) as git:
+        paths = git("diff-tree", "-r", "-z", "--name-only", base, tip).split("\0")
+        for one in run_hooks(layout, git, base, tip, [*filter(None, paths)]):
+            if one.by_hand:
+                say(f"    {one.hook}: not run: {one.by_hand}")
+                result.skipped += 1
+                continue
+            say(f"    {one.hook}: {one.files} files, {len(one.findings)} problems")
+            result.passed += not one.findings
+            result.failed += bool(one.findings)
+            result.problems += [
+                f"{one.hook}: {finding.message}" for finding in one.findings
+            ]
+    result.seconds = time.monotonic() - start
+    return result
 
 
 def _check_state(layout: Layout, pin: Pin) -> None:
@@ -300,7 +338,8 @@ def command(
 ) -> None:
     """Run the series' tests on a release that `port` has put it on.
 
-    Where that release has a CPU wheel: upstream's tests that the patches name, and
+    The hooks of that release, on what the series touches; then, where that release
+    has a CPU wheel: upstream's tests that the patches name, and
     the end-to-end comparison of engines. Else upstream's tests as far as they need
     no compiled kernel.
     """

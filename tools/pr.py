@@ -31,7 +31,7 @@ from tools.errors import WorkshopError
 from tools.git import Git, GitError, borrowing, changed_files
 from tools.layout import Layout
 from tools.lock import hold
-from tools.pin import Pin, load_pin
+from tools.pin import Pin, load_pin, load_ports
 from tools.port_merge import has_hunks
 from tools.pr_checklist import (
     FAIL,
@@ -60,7 +60,7 @@ from tools.series import (
 from tools.state import base_commit, operation_in
 from tools.ui import say, step
 from tools.upstream_hooks import run_hooks
-from tools.upstream_rules import AI, DUPLICATE, sections
+from tools.upstream_rules import AI, DUPLICATE, sections, unsaid_tests
 
 BRANCHES = "afd-dbo/"
 _VERSION = re.compile(r"v?(\d+\.\d+\.\d+(?:rc\d+|\.post\d+)?)")
@@ -132,8 +132,8 @@ def make_pr(
     Args:
         repo: Clone of upstream to make the branch in; without one it is made in
             `build/pr/vllm.git`.
-        base: Release or revision of the clone to start from; the pinned one unless
-            given.
+        base: Release, or revision of the clone, to start from; the pinned release
+            unless given. Without a clone, one that `port` has put the series on.
         out: Folder for the files, instead of `build/pr/<slug>`.
         hooks: Whether to run upstream's hooks.
 
@@ -148,7 +148,7 @@ def make_pr(
     clone = open_clone(layout, repo) if repo else None
     _fetch_base(layout, pin)
     with hold(layout, "make pr"), _workplace(layout, clone) as git:
-        start = _base(pin, clone, base)
+        start = _base(layout, pin, clone, base)
         # A clone may be shallow, and nothing before the base matters.
         (git.cwd / "shallow").write_text(f"{start.commit}\n", encoding="utf-8")
         patches = series.closure(slug)
@@ -163,12 +163,15 @@ def make_pr(
         prerequisites = [_prerequisite(git, one) for one in patches[:-1]]
         items = _items(layout, git, here, before, commit, message)
         items += _hook_items(layout, git, before, commit, hooks)
-        items += _place_items(clone, start, prerequisites)
+        items += _place_items(clone, start, prerequisites, pin)
         mail = _mail(git, start.commit, before, commit)
         if start.version == pin.version:
             # Of the sdist's files: the same as upstream's, under another hash.
             said, real = (f"base-commit: {one}" for one in (start.commit, pin.commit))
             mail = mail.replace(said.encode(), real.encode())
+        elif clone is None:
+            # Its sdist has a part of upstream's hash only.
+            mail = mail.replace(f"base-commit: {start.commit}\n".encode(), b"")
         _publish(layout, git, clone, branch, commit, start, fresh)
     body = pull_request(message, patch, prerequisites)
     items += human_items()
@@ -257,6 +260,8 @@ def _workplace(layout: Layout, clone: Clone | None) -> Iterator[Git]:
     top.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".pr-", dir=top))
     stores = [layout.tree / ".git" / "objects"]
+    # All, as branches on them may be in the repository already.
+    stores += sorted(layout.port("*").parent.glob("*/vllm/.git/objects"))
     if clone:
         stores.insert(0, clone.objects)
     try:
@@ -266,16 +271,13 @@ def _workplace(layout: Layout, clone: Clone | None) -> Iterator[Git]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _base(pin: Pin, clone: Clone | None, base: str | None) -> Base:
+def _base(layout: Layout, pin: Pin, clone: Clone | None, base: str | None) -> Base:
     match = _VERSION.fullmatch(base or pin.version)
     version = match[1] if match else None
     if clone is None:
-        if version != pin.version:
-            raise WorkshopError(
-                f"--base {base}: only {pin.version} can be had without a clone.",
-                todo="Give a clone of upstream that has it: --repo PATH.",
-            )
-        return Base(base_commit(pin), f"v{pin.version}", version)
+        if version == pin.version:
+            return Base(base_commit(pin), f"v{pin.version}", version)
+        return _ported_base(layout, pin, base, version)
     names = [f"refs/tags/v{version}"] if version else [str(base)]
     if version == pin.version:
         names.insert(0, pin.commit)
@@ -287,6 +289,27 @@ def _base(pin: Pin, clone: Clone | None, base: str | None) -> Base:
         f"Looked for {' and '.join(names)}.",
         f"git -C {clone.path} fetch --tags origin",
     )
+
+
+def _ported_base(
+    layout: Layout, pin: Pin, base: str | None, version: str | None
+) -> Base:
+    """A release that `port` has fetched."""
+    ports = load_ports(layout.ports_pin)
+    if version not in ports:
+        raise WorkshopError(
+            f"--base {base}: only releases can be had without a clone: "
+            f"{', '.join((pin.version, *ports))}.",
+            todo="Give a clone of upstream that has it: --repo PATH.",
+        )
+    commit = base_commit(ports[version])
+    objects = layout.port(version) / "vllm/.git"
+    if not objects.is_dir() or not Git(objects).resolve(f"{commit}^{{tree}}"):
+        raise WorkshopError(
+            f"--base {version}: its files are not here.",
+            todo=f"Run `make port BASE={version}` first.",
+        )
+    return Base(commit, f"v{version}", version)
 
 
 def _mails(layout: Layout, patch: Patch, base: Base) -> list[Path]:
@@ -473,7 +496,7 @@ def _test_items(git: Git, patch: Patch, commit: str, plan: str) -> Iterator[Item
         "the tests of the patch are in its tree",
         "\n".join(missing),
     )
-    unsaid = [name for name in named if name not in plan]
+    unsaid = unsaid_tests(named, plan)
     yield Item(
         "test-plan",
         FAIL if unsaid or "pytest" not in plan else PASS,
@@ -499,9 +522,15 @@ def _modes(git: Git, before: str, commit: str) -> str:
 
 
 def _place_items(
-    clone: Clone | None, base: Base, prerequisites: Sequence[Prerequisite]
+    clone: Clone | None,
+    base: Base,
+    prerequisites: Sequence[Prerequisite],
+    pin: Pin,
 ) -> Iterator[Item]:
     yield Item("linear", PASS, f"one commit a patch, no merge, on {base.name}")
+    if base.version != pin.version:
+        what = f"run the Test Plan on {base.name}: the Test Result is of v{pin.version}"
+        yield Item("test-result", HUMAN, what)
     newest = None
     for name in _NEWEST if clone else ():
         newest = newest or (clone.git.resolve(name) if clone else None)
@@ -576,7 +605,8 @@ def _write(folder: Path, slug: str, mail: bytes, body: str, checklist: str) -> N
 @click.option(
     "--base",
     metavar="VERSION",
-    help="Release, or revision of the clone, to start from (default: the pinned).",
+    help="Release that `port` knows, or revision of the clone, to start from "
+    "(default: the pinned release).",
 )
 @click.option(
     "--out",

@@ -19,7 +19,7 @@ from tools.port_status import load_statuses
 from tools.pr_checklist import HUMANS
 from tools.series import Patch, Series, load_series, read_mail
 from tools.ui import say
-from tools.upstream_rules import sections
+from tools.upstream_rules import sections, unsaid_tests
 
 # Besides the pinned one.
 RELEASES = ("0.31.0", "0.32.0", "0.33.0")
@@ -58,7 +58,7 @@ Written by `make report`; `make check` fails when it is out of date.
 | title | it is `[Area] Imperative sentence` |
 | sections | Purpose, Test Plan and Test Result are there and not empty |
 | lines | product lines that change; above 500 upstream wants an RFC |
-| tests | test files; `a of b`: the Test Plan names only a |
+| tests | test files; `a of b`: the Test Plan names only a, themselves or a folder |
 | lint | upstream's hooks and rules that `make check` runs; `make pr` runs all |
 | closure | it applies on nothing but its `depends_on` |
 | AI | the body states AI assistance and why it is no duplicate |
@@ -131,7 +131,7 @@ def _cells(
     body = read_mail(git, patch.mail).message.partition("\n")[2]
     plan = sections(body).get("Test Plan", "")
     named = [*paths_in(patch.meta.tests)]
-    said = sum(name in plan for name in named)
+    said = len(named) - len(unsaid_tests(named, plan))
     count = str(len(named)) if said == len(named) else f"{said} of {len(named)}"
     told["tests"] = count if told["tests"] == "ok" else f"{count} fail"
     upstream = ", ".join(patch.meta.upstream) or "-"

@@ -74,6 +74,7 @@ class Hook:
         run: Gives what it finds in files of a tree.
         needs: A file of vLLM's tree without which there is no such hook.
         missing: Says why it cannot be run here; empty if it can.
+        whole: Whether it looks at the whole tree, whatever the files.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Hook:
     run: Callable[[Path, Sequence[str]], Iterator[Finding]]
     needs: str = CONFIG
     missing: Callable[[], str] = lambda: ""
+    whole: bool = False
 
 
 def run_hooks(
@@ -148,7 +150,9 @@ def _new(
         return finding.rule, finding.path, _AT.sub("", finding.message)
 
     old = [path for path in files if (before / path).is_file()]
-    known = Counter(key(one) for one in hook.run(before, old)) if old else Counter()
+    known = Counter[tuple[str, str | None, str]]()
+    if old or hook.whole:
+        known.update(key(one) for one in hook.run(before, old))
     new = []
     for one in found:
         if known[key(one)]:
@@ -168,8 +172,14 @@ def _config(git: Git, commit: str) -> dict[str, Any]:
 
 
 def _checkout(git: Git, commit: str, folder: Path) -> None:
-    git("read-tree", commit)
-    git("checkout-index", "--all", env={"GIT_WORK_TREE": str(folder)})
+    """Write a commit's files, in a repository that has them: some hooks ask git."""
+    copy = Git(folder)
+    copy("init", "--quiet")
+    objects = git.cwd / git("rev-parse", "--git-path", "objects")
+    alternates = folder / ".git/objects/info/alternates"
+    alternates.write_text(f"{objects.resolve()}\n", encoding="utf-8")
+    copy("update-ref", "HEAD", commit)
+    copy("reset", "--quiet", "--hard")
 
 
 def hooks(layout: Layout, config: Mapping[str, Any]) -> tuple[Hook, ...]:
@@ -255,6 +265,7 @@ def _script(entry: Mapping[str, Any], script: str, flags: Sequence[str]) -> Hook
         run,
         needs=script,
         missing=lambda: f"it needs {missing}" if missing else "",
+        whole=whole,
     )
 
 
@@ -344,6 +355,8 @@ def _whole(root: Path, script: str, flags: Sequence[str]) -> Iterator[Finding]:
     """A script that takes no files and looks at the whole tree."""
     status, output = _run(root, sys.executable, script, *flags)
     if status:
+        # The folder has another name each time.
+        output = output.replace(f"{root}/", "")
         tail = "\n".join(output.strip().splitlines()[-10:])
         yield Finding("hooks", None, f"{Path(script).name}: {tail}")
 

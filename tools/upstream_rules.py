@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 TITLE = re.compile(r"(\[[^][]+\])+ +\S.*")
 
@@ -93,6 +94,17 @@ def sections(body: str) -> dict[str, str]:
         elif name is not None:
             found[name].append(line)
     return {name: "\n".join(text).strip() for name, text in found.items()}
+
+
+def unsaid_tests(names: Iterable[str], plan: str) -> list[str]:
+    """Test files that a Test Plan names neither by themselves nor by a folder."""
+    words = {word.strip("`'\"(),").split("::")[0].rstrip("/") for word in plan.split()}
+    # All of `tests` would name none.
+    return [
+        name
+        for name in names
+        if not {name, *(str(path) for path in Path(name).parents[:-2])} & words
+    ]
 
 
 def product_lines(changed: Iterable[tuple[str, int]]) -> int:

@@ -23,6 +23,7 @@ from tools.upstream_rules import (
     private_words,
     sections,
     size_problems,
+    unsaid_tests,
 )
 
 SPDX = (
@@ -39,7 +40,7 @@ It was missing. No open pull request does this; AI assistance was used.
 ## Test Plan
 
 ```
-pytest tests/test_gadget.py
+pytest tests/test_gadget.py tests/test_x.py
 ```
 
 ## Test Result
@@ -261,6 +262,34 @@ def test_a_dependency_of_the_tests_only_is_enough_for_tests(good: Layout) -> Non
     assert "tests/test_gadget.py" in message(report, "tests")
     with meta(good, "answer").open("a") as file:
         file.write('test_depends_on = ["gadget-two"]\n')
+    assert check(good).ok
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("pytest tests/test_gadget.py", "tests/test_x.py"),
+        ("pytest tests", "tests/test_x.py"),
+        ("pytest tests/test_x.py::test_answer", ""),
+    ],
+)
+def test_a_test_plan_names_the_tests(good: Layout, said: str, wanted: str) -> None:
+    edit(mail(good, "answer"), "pytest tests/test_gadget.py tests/test_x.py", said)
+    report = check(good)
+    assert found(report) == ({("tests", "answer")} if wanted else set())
+    if wanted:
+        assert f"does not name {wanted}" in message(report, "tests")
+
+
+def test_a_folder_of_a_test_plan_covers_its_files() -> None:
+    names = ["tests/v1/worker/test_a.py", "tests/v1/test_b.py"]
+    assert unsaid_tests(names, "run `pytest tests/v1/worker/`") == names[1:]
+    assert unsaid_tests(names, "pytest tests/v1") == []
+    assert unsaid_tests(names, "pytest tests") == names
+
+
+def test_kept_trials_are_no_stray_file(good: Layout) -> None:
+    good.trials.write_text("{}")
     assert check(good).ok
 
 

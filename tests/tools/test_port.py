@@ -21,6 +21,7 @@ from tools.layout import Layout
 from tools.pin import load_ports
 from tools.port import abort, load_state, port, port_tree, resume, survey
 from tools.port_status import Status, load_statuses
+from tools.pr import make_pr
 from tools.series import load_series
 
 NEW = "0.31.0"
@@ -130,6 +131,27 @@ def test_an_unchanged_release_takes_all_as_they_are(
     series = load_series(workspace)
     for slug, status in load_statuses(workspace, NEW).items():
         assert status == Status("clean", series.patch_digest(slug))
+
+
+def test_a_pull_request_on_the_release(workspace: Layout, release: MakeRelease) -> None:
+    """With nothing but its sdist; what was made on the pinned base stays."""
+    release({"vllm/config.py": NOTED})
+    pinned = make_pr(workspace, "config-answer", hooks=False)
+    with pytest.raises(WorkshopError, match="its files are not here") as caught:
+        make_pr(workspace, "config-answer", base=NEW, hooks=False)
+    assert caught.value.todo == f"Run `make port BASE={NEW}` first."
+    port(workspace, NEW)
+    made = make_pr(workspace, "config-answer", base=NEW, hooks=False)
+    git = Git(made.repo)
+    assert "# noted" in git("show", f"{made.commit}:vllm/config.py")
+    assert "return 42" in git("show", f"{made.commit}:vllm/config.py")
+    assert "# noted" not in git("show", f"{pinned.commit}:vllm/config.py")
+    assert b"base-commit" not in made.mail.read_bytes()
+    again = next(item for item in made.items if item.name == "test-result")
+    assert again.verdict == "a human's"
+    assert "test-result" not in {item.name for item in pinned.items}
+    with pytest.raises(WorkshopError, match=rf"0\.9\.9: .*: 0\.30\.0, {NEW}\."):
+        make_pr(workspace, "config-answer", base="0.9.9", hooks=False)
 
 
 def test_the_series_own_tree_is_left_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import tools.plugins
 from tools.errors import WorkshopError
 from tools.git import Git
 from tools.layout import Layout
-from tools.port_test import port_test, unmet, write_copy
+from tools.port_test import hooks_result, port_test, unmet, write_copy
 
 PINS = """\
 [port."0.31.0".base]
@@ -43,6 +44,28 @@ def test_a_port_that_was_not_made(workspace: Layout) -> None:
     assert caught.value.todo == "make port BASE=0.31.0"
     with pytest.raises(WorkshopError, match=r"no release '0\.99\.0'"):
         port_test(workspace, "0.99.0")
+
+
+def test_hooks_of_the_release_run_on_what_the_series_touches(
+    applied: Layout, user_git: Callable[..., str]
+) -> None:
+    tree = applied.tree
+
+    def commit(files: dict[str, str]) -> str:
+        for name, text in files.items():
+            (tree / name).write_text(text)
+        user_git(tree, "add", "--force", "--", *files)
+        user_git(tree, "commit", "-q", "-m", "x")
+        return Git(tree)("rev-parse", "HEAD")
+
+    base = commit({".pre-commit-config.yaml": "repos: []\n", "vllm/b.py": "# teh\n"})
+    commit({"vllm/a.py": "# fine\n"})
+    assert hooks_result(applied, tree, base).ok
+    commit({"vllm/a.py": "# teh word\n"})
+    result = hooks_result(applied, tree, base)
+    (problem,) = result.problems
+    assert problem.startswith("typos: vllm/a.py:1: error: `teh` should be `the`")
+    assert result.failed == 1
 
 
 def _release(tmp_path: Path) -> Path:

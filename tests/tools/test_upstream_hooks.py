@@ -164,6 +164,14 @@ repos:
     entry: python tools/pre_commit/check_whole.py --check
     files: ^docs/
     additional_dependencies: [dockerfile-parse]
+  - id: check-tracked
+    entry: python tools/pre_commit/check_tracked.py
+    files: ^docs/
+    pass_filenames: false
+  - id: check-broken
+    entry: python tools/pre_commit/check_broken.py
+    files: ^docs/
+    pass_filenames: false
   - id: not-a-script
     entry: bash -c "exit 1"
 """
@@ -172,9 +180,16 @@ repos:
         "print(*bad, sep='\\n')\nsys.exit(bool(bad))\n"
     )
     whole = "import os, sys\n\nsys.exit(os.path.exists('docs/x.md') and 'no x')\n"
+    tracked = (
+        "import subprocess, sys\n\n"
+        "out = subprocess.run(['git', 'ls-files', 'docs/x.md'], capture_output=True, "
+        "check=True, text=True)\nsys.exit(out.stdout or None)\n"
+    )
     before = commit(
         {
             ".pre-commit-config.yaml": config,
+            "tools/pre_commit/check_tracked.py": tracked,
+            "tools/pre_commit/check_broken.py": "raise KeyError(__file__)\n",
             "tools/pre_commit/check_words.py": words,
             "tools/pre_commit/check_whole.py": whole,
         }
@@ -186,3 +201,7 @@ repos:
     assert messages(found["check-whole"]) == ["check_whole.py: no x"]
     assert found["check-docker"].by_hand == "it needs dockerfile-parse"
     assert "not-a-script" not in found
+    # As in a clone, where a hook may ask git.
+    assert messages(found["check-tracked"]) == ["check_tracked.py: docs/x.md"]
+    # It breaks without the change, too; the copies have other names.
+    assert messages(found["check-broken"]) == []
