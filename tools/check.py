@@ -70,17 +70,18 @@ RULES = {
     "filename": "no space in a new file's name",
     "ruff": "ruff check with vLLM's settings",
     "format": "ruff format with vLLM's settings",
-    "hooks": "vLLM's own Python hooks, clang-format, shellcheck",
+    "hooks": "vLLM's own Python hooks, clang-format, shellcheck, markdownlint",
     "typos": "no misspelling, with vLLM's settings",
     "mypy": "vLLM's mypy hook finds nothing that the base has not",
     "hygiene": "no package registry's host and no machine's path in a file here",
-    "report": "docs/report.md is what `make report` would write",
+    "report": "docs/report.md is what `make report` would write; ports are not stale",
     "base": "the base can be had, for the rules that need its files",
 }
 
-# Hooks of vLLM's that run on a copy of the tip; markdownlint is left to `make pr`, as
-# it takes npm.
+# Hooks of vLLM's that run on a copy of the tip; markdownlint only where it is on PATH,
+# as it takes npm.
 _HOOKS = (
+    "markdownlint-cli2",
     "typos",
     "mypy",
     "clang-format",
@@ -402,7 +403,7 @@ def _check_hygiene(layout: Layout, report: Report) -> None:
 
 def _check_report(layout: Layout, series: Series, report: Report) -> None:
     """Rule report; what is wrong elsewhere would only be said twice."""
-    from tools.report import report_file, report_text
+    from tools.report import report_file, report_text, stale_ports
 
     path = report_file(layout)
     if not path.parent.is_dir():
@@ -416,6 +417,13 @@ def _check_report(layout: Layout, series: Series, report: Report) -> None:
             "report",
             None,
             f"{layout.relative(path)} is out of date; `make report` writes it.",
+        )
+    for version, slugs in stale_ports(layout, series).items():
+        report.add(
+            "report",
+            None,
+            f"The port to {version} is of another state of {', '.join(slugs)}: "
+            f"`make port BASE={version}`, then `make report`.",
         )
 
 
@@ -627,6 +635,8 @@ class Tree:
             for one in run_hooks(
                 self.layout, self.git, self.base, tip, [*touched], only=_HOOKS
             ):
+                if one.by_hand:
+                    self.report.notes.append(f"{one.hook}: not run: {one.by_hand}.")
                 for found in one.findings:
                     slug = touched.get(found.path) if found.path else None
                     rule = found.rule if found.rule in RULES else "hooks"

@@ -349,7 +349,7 @@ def each(
     Args:
         slugs: Only these patches, if any.
         anew: Forget what was tried before.
-        keep: Write patches/trials.json if there is no finding.
+        keep: Write patches/trials.json if there is no finding, also when interrupted.
 
     Raises:
         WorkshopError: Nothing has been built.
@@ -366,14 +366,17 @@ def each(
     report = Report()
     with hold(layout, "make test-each"), scratch(layout.tree) as git:
         trials = Trials(layout, series, git, report, anew)
-        for patch in chosen:
-            on_trial(patch.slug)
-            alone = _alone(trials, patch, report)
-            if alone:
-                _unnecessary(trials, patch, report)
-            _prefix(trials, patch, report if alone else Report())
-        if keep and not report.findings:
-            trials.keep()
+        try:
+            for patch in chosen:
+                on_trial(patch.slug)
+                alone = _alone(trials, patch, report)
+                if alone:
+                    _unnecessary(trials, patch, report)
+                _prefix(trials, patch, report if alone else Report())
+        finally:
+            # Also what was tried before an interrupt: another run goes on from there.
+            if keep and not report.findings:
+                trials.keep()
     return report
 
 
@@ -501,7 +504,7 @@ def _prefix(trials: Trials, patch: Patch, report: Report) -> None:
 @click.option("--slug", "slugs", multiple=True, help="Only this patch.")
 @click.option("--anew", is_flag=True, help="Forget what was tried before.")
 @click.option(
-    "--keep", is_flag=True, help="If all is well, write it to patches/trials.json."
+    "--keep", is_flag=True, help="As far as all is well, write patches/trials.json."
 )
 @click.pass_obj
 def command(layout: Layout, slugs: tuple[str, ...], anew: bool, keep: bool) -> None:

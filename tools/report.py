@@ -15,7 +15,7 @@ from tools.export_files import place
 from tools.git import Git
 from tools.layout import Layout
 from tools.pin import load_pin
-from tools.port_status import load_statuses
+from tools.port_status import load_statuses, status_file
 from tools.pr_checklist import HUMANS
 from tools.series import Patch, Series, load_series, read_mail
 from tools.ui import say
@@ -152,6 +152,20 @@ def _results(layout: Layout, series: Series, version: str) -> dict[str, str]:
             found[slug] = STALE
         else:
             found[slug] = status.result
+    return found
+
+
+def stale_ports(layout: Layout, series: Series) -> dict[str, list[str]]:
+    """Patches that changed since the series was put on a release, or that are new.
+
+    A release that it was never put on is left out.
+    """
+    found = {}
+    for version in RELEASES:
+        if status_file(layout, version).is_file():
+            results = _results(layout, series, version)
+            slugs = [slug for slug in results if results[slug] in (NOT_RUN, STALE)]
+            found |= {version: slugs} if slugs else {}
     return found
 
 

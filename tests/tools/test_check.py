@@ -16,6 +16,8 @@ from tools.export import export
 from tools.export_files import meta_text
 from tools.git import Git
 from tools.layout import Layout
+from tools.port_status import Status, save_statuses
+from tools.series import load_series
 from tools.upstream_rules import (
     MAX_LINES,
     file_problems,
@@ -591,6 +593,26 @@ def test_report_must_be_what_would_be_written(
     report = check(good)
     assert found(report) == {("body", "answer")}
     assert report.notes == ["docs/report.md: not compared."]
+
+
+def test_a_port_of_another_state_is_stale(
+    good: Layout, run_tools: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (good.root / "docs").mkdir()
+    series = load_series(good)
+    statuses = {
+        slug: Status("clean", series.patch_digest(slug)) for slug in series.slugs
+    }
+    save_statuses(good, "0.31.0", statuses)
+    assert run_tools(good, "report").returncode == 0
+    assert check(good).ok
+    save_statuses(good, "0.31.0", statuses | {"gadget": Status("clean", "older")})
+    assert run_tools(good, "report").returncode == 0
+    report = check(good)
+    assert found(report) == {("report", None)}
+    told = message(report, "report")
+    assert "The port to 0.31.0 is of another state of gadget:" in told
+    assert "make port BASE=0.31.0" in told
 
 
 # Upstream's hooks on a copy

@@ -87,6 +87,18 @@ def test_only_trials_of_the_series_as_it_is_are_kept(built: Layout) -> None:
     assert after != before
 
 
+def test_what_was_tried_before_an_interrupt_is_kept(built: Layout) -> None:
+    def interrupt(slug: str) -> None:
+        if slug == "gadget-docs":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        each(built, on_trial=interrupt, keep=True)
+    shutil.rmtree(built.build / "each")
+    report = each(built)
+    assert 0 < report.ran < report.trials
+
+
 def test_with_a_finding_nothing_is_kept(built: Layout) -> None:
     declare(built, "gadget-docs", depends_on=[])
     assert each(built, keep=True).findings
