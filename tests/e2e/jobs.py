@@ -40,6 +40,8 @@ def runs(kind: Kind, model: str) -> dict[str, dict[str, Any]]:
     if model == MLA and kind != DBO:
         return composition_runs()
     result = {name: load.spec(dbo=kind.dbo) for name, load in WORKLOADS.items()}
+    if kind == REFERENCE:
+        result[workloads.LONG_DECODE.name] = workloads.LONG_DECODE.spec(dbo=False)
     if kind == DBO:
         result |= {
             fault: WORKLOADS[name].spec(fault=fault)

@@ -5,6 +5,7 @@ What happens when one of the ranks is lost is in test_afd_faults.py.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -19,8 +20,9 @@ import sides
 from afd_pairs import MODELS
 from afd_servers import AFDPair, AFDServer, Spec
 from afd_traffic import ask, check_answers, check_traffic, mixed_requests
-from jobs import REFERENCE, Jobs
+from jobs import REFERENCE, Jobs, expected
 from servers import DBO_FLAGS
+from workloads import LONG_DECODE
 
 from tools import trace
 from tools.layout import Layout
@@ -29,8 +31,6 @@ from tools.stream import lines_of
 RANKS = 2
 MODEL = MODELS[0]
 REQUESTS = 40
-# Of one rank while the other prefills: many more than the prefill has steps.
-DECODED = 200
 
 # Steps of each rank, those that were split, and what went through them.
 COUNTERS = ("steps", "split_steps", "exchanges", "bytes")
@@ -116,28 +116,34 @@ class Decoding(threading.Thread):
     """A long completion of one rank, as a stream.
 
     Attributes:
-        chunks: How many parts of it have come.
+        tokens: Those that have come.
     """
 
     def __init__(self, server: AFDServer, rank: int) -> None:
         super().__init__(daemon=True)
         self.server = server
         self.rank = rank
-        self.chunks = 0
+        self.tokens: list[int] = []
         self.text = ""
         self.start()
 
     def run(self) -> None:
-        body = {"model": self.server.model} | completion([7] * 3, DECODED)
+        # Many more steps than the prefill has.
+        prompt = list(LONG_DECODE.prompts[0])
+        body = completion(prompt, LONG_DECODE.max_tokens)
         with self.server.client.stream(
             "POST",
             "/v1/completions",
-            json=body | {"stream": True, "return_token_ids": True},
+            json=body
+            | {"model": self.server.model, "stream": True, "return_token_ids": True},
             headers={"X-data-parallel-rank": str(self.rank)},
         ) as answer:
             for line in lines_of(answer.iter_bytes()):
-                self.chunks += line.startswith("data: {")
                 self.text += line
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    for choice in chunk["choices"]:
+                        self.tokens += choice["token_ids"] or ()
 
 
 def completion(prompt: list[int], tokens: int) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def completion(prompt: list[int], tokens: int) -> dict[str, Any]:
     }
 
 
-def test_one_rank_prefills_while_the_other_decodes(pair: AFDPair) -> None:
+def test_one_rank_prefills_while_the_other_decodes(pair: AFDPair, jobs: Jobs) -> None:
     server = pair.attention
     prompt = [at * 7 % 250 for at in range(1200)]  # 19 chunks.
 
@@ -163,17 +169,18 @@ def test_one_rank_prefills_while_the_other_decodes(pair: AFDPair) -> None:
     # Alone, and on the other rank than below.
     alone = prefill(0)
     decoding = Decoding(server, 0)
-    while decoding.chunks < 5:
+    while len(decoding.tokens) < 5:
         assert decoding.is_alive(), decoding.text
         time.sleep(0.01)
-    before = decoding.chunks
+    before = len(decoding.tokens)
     assert prefill(1) == alone
-    during = decoding.chunks - before
+    during = len(decoding.tokens) - before
     assert decoding.is_alive(), "the decode was over before the prefill"
     assert during > 3, "the decode stood still while the other rank prefilled"
     decoding.join(300)
     assert not decoding.is_alive()
-    assert decoding.chunks >= DECODED
+    (wanted,) = expected(jobs, MODEL.name, LONG_DECODE.name)["tokens"]
+    assert decoding.tokens == wanted
     assert pair.ffn.is_healthy()
 
 

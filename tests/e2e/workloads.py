@@ -233,6 +233,10 @@ def shared(requests: int = 200) -> Iterator[Workload]:
         )
 
 
+# One that goes on for long, of which the reference only is an engine.
+LONG_DECODE = Workload("long-decode", ((7,) * 3,), max_tokens=200)
+
+
 def everything() -> dict[str, Workload]:
     made = (
         decode_batches(),
