@@ -88,9 +88,18 @@ def _num_steps(server: RemoteOpenAIServer) -> list[float]:
     return [float(line.split()[-1]) for line in lines if line.startswith(name)]
 
 
-@pytest.mark.parametrize(("num_engines", "tp_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_engines", "tp_size", "gate", "ffn_args"),
+    [
+        (2, 1, "ffn", []),
+        (2, 1, "attention", []),
+        (1, 2, "ffn", []),
+        (1, 2, "ffn", ["--enable-expert-parallel"]),
+        (2, 2, "ffn", []),
+    ],
+)
 def test_same_output_as_without_afd(
-    num_engines: int, tp_size: int, tmp_path: Path
+    num_engines: int, tp_size: int, gate: str, ffn_args: list[str], tmp_path: Path
 ) -> None:
     num_ranks = num_engines * tp_size
     if torch.accelerator.device_count() < num_ranks + tp_size:
@@ -107,6 +116,7 @@ def test_same_output_as_without_afd(
             "afd_port": port,
             "num_attention_ranks": num_ranks,
             "num_ffn_ranks": tp_size,
+            "gate_placement": gate,
         }
         return [
             f"--afd-config={json.dumps(config)}",
@@ -117,7 +127,7 @@ def test_same_output_as_without_afd(
     attention_args = [*afd_args("attention"), f"--data-parallel-size={num_engines}"]
     ffn_gpus = range(num_ranks, num_ranks + tp_size)
     with (
-        _serve(tmp_path, ffn_gpus, afd_args("ffn")),
+        _serve(tmp_path, ffn_gpus, afd_args("ffn") + ffn_args),
         _serve(tmp_path, range(num_ranks), attention_args + DBO_ARGS) as attention,
         ThreadPoolExecutor(2) as pool,
     ):
