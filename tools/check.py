@@ -19,6 +19,7 @@ from tools.export import first_difference
 from tools.git import Git, scratch
 from tools.layout import Layout
 from tools.pin import Pin, load_pin
+from tools.port_merge import check_patch
 from tools.series import (
     Patch,
     Series,
@@ -52,7 +53,7 @@ RULES = {
     "series": "series and metadata are well formed; dependencies exist, come earlier",
     "orphan": "each file in patches/ and overlay/ belongs to a patch",
     "taken": "no overlay path exists in the base: upstream has not taken it",
-    "mail": "the mail is git-format-patch's and adds no file",
+    "mail": "the mail is git-format-patch's and adds no file; no file is binary",
     "applies": "the patch applies to the tree before it",
     "offset": "each hunk is exactly where the mail says",
     "closure": "the patch applies on nothing but its depends_on",
@@ -288,6 +289,10 @@ def check_mail(git: Git, layout: Layout, patch: Patch, report: Report) -> None:
     where = layout.relative(patch.mail)
     if not data.startswith(_ZERO_COMMIT):
         report.add("mail", slug, f"{where} does not begin as `make export` writes it.")
+    try:
+        check_patch(patch, layout.overlay)
+    except WorkshopError as error:
+        report.add("mail", slug, str(error))
     try:
         mail = read_mail(git, patch.mail)
     except WorkshopError as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tools.git import Git
 
@@ -85,46 +86,94 @@ def squash(lines: Iterable[bytes]) -> bytes:
     return b"".join(b"".join(lines).split())
 
 
-def added_lines(files: Mapping[str, list[Hunk]]) -> dict[str, list[bytes]]:
-    return {
-        path: [line for hunk in hunks for line in hunk.added]
-        for path, hunks in files.items()
-    }
+@dataclass(frozen=True)
+class Sides:
+    """One file before and after a patch, on the patch's own base and ported.
+
+    Attributes:
+        path: On the patch's own base.
+    """
+
+    path: str
+    old: bytes
+    new: bytes
+    base: bytes
+    port: bytes
 
 
-def lost_lines(
-    wanted: Mapping[str, list[bytes]],
-    given: Mapping[str, list[bytes]],
-    base: Mapping[str, bytes],
-) -> list[str]:
-    """Added lines of a patch that its port neither adds nor finds there already.
+def lost_lines(files: Iterable[Sides]) -> list[str]:
+    """Lines that a patch adds or removes, and its port does not.
 
-    Whitespace does not count, nor does the place.
+    Lines are counted, by file, so that one which stands elsewhere in it makes up for
+    no loss. An added line is not lost if the port's base has it beside the same line
+    as the patched file, or the port adds it to another file; a removed one is not if
+    that base has it not. Whitespace does not count, nor does the place in a file.
 
     Args:
-        wanted: Added lines of the original, by path.
-        given: Added lines of the port, by path.
-        base: Content of the files before the port, by the original's paths.
+        files: All that the patch or the port changes.
 
     Returns:
-        `path: line` of each.
+        `path: line` of an added line, `path: - line` of a removed one.
     """
     lost = []
-    missing: list[tuple[str, bytes, bytes]] = []
-    stocks = {path: Counter(squash([line]) for line in given[path]) for path in given}
-    for path, lines in wanted.items():
-        own = stocks.setdefault(path, Counter())
-        there = Counter(squash([line]) for line in base.get(path, b"").split(b"\n"))
-        for line in lines:
-            key = squash([line])
-            stock = own if own[key] else there
-            if key and not stock[key]:
-                missing.append((path, line, key))
-            stock[key] -= 1
+    missing: list[tuple[str, bytes]] = []
+    spare: Counter[bytes] = Counter()
+    for file in files:
+        old, new, base, port = (
+            Counter(_keys(text)) for text in (file.old, file.new, file.base, file.port)
+        )
+        wanted, removed = new - old, old - new
+        short = base + wanted - _taken(file) - port
+        missing += [
+            (file.path, line) for line in _last(file.new, file.old, short & wanted)
+        ]
+        spare += port - base - wanted
+        kept = port - ((base | old) - removed)
+        lost += [
+            f"{file.path}: - {_text(line)}"
+            for line in _last(file.old, file.new, kept & removed & base)
+        ]
     # What is left elsewhere: the code may have moved to another file.
-    left = sum((+stock for stock in stocks.values()), Counter())
-    for path, line, key in missing:
-        if not left[key]:
-            lost.append(f"{path}: {line.decode('utf-8', 'replace').rstrip()}")
-        left[key] -= 1
+    for path, line in missing:
+        key = squash([line])
+        if spare[key] < 1:
+            lost.append(f"{path}: {_text(line)}")
+        spare[key] -= 1
     return lost
+
+
+def _keys(text: bytes) -> list[bytes]:
+    return [key for line in text.split(b"\n") if (key := squash([line]))]
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip()
+
+
+def _taken(file: Sides) -> Counter[bytes]:
+    """Lines that both a patch and the new base put beside the same line."""
+    old, new, base = (
+        Counter(pairwise([b"", *_keys(text), b""]))
+        for text in (file.old, file.new, file.base)
+    )
+    first: Counter[bytes] = Counter()
+    second: Counter[bytes] = Counter()
+    for (one, other), count in ((new - old) & (base - old)).items():
+        first[one] += count
+        second[other] += count
+    return first | second
+
+
+def _last(text: bytes, other: bytes, keys: Counter[bytes]) -> list[bytes]:
+    """The last lines of a text, not of the other one, that have these keys."""
+    left = Counter(keys)
+    lines = text.split(b"\n")
+    own = Counter(lines) - Counter(other.split(b"\n"))
+    found = []
+    for line in reversed(lines):
+        key = squash([line])
+        if left[key] > 0 and own[line] > 0:
+            found.append(line)
+            left[key] -= 1
+            own[line] -= 1
+    return found[::-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from tools.pin import Pin, load_pin, load_ports
 from tools.port_merge import (
     Attempt,
     Ground,
-    check_mail,
+    check_patch,
     lost_between,
     override_mail,
     port_from,
@@ -170,7 +171,7 @@ def resume(
     """Keep what a human made of the patch where `port` stopped, then go on.
 
     Args:
-        accept_lost: Lines of the original that are in no place now may be lost.
+        accept_lost: Lines and modes that the original changes may stay as they are.
 
     Raises:
         WorkshopError: Nothing was stopped, or something is not resolved yet.
@@ -232,7 +233,7 @@ class _Run:
         pin = find_port(layout, version)
         series = load_series(layout)
         for patch in series.patches:
-            check_mail(patch.mail, f"patches/{patch.mail.name}")
+            check_patch(patch, layout.overlay)
         _check_overrides(layout, version, series)
         tree = port_tree(layout, version)
         return cls(
@@ -351,16 +352,18 @@ class _Run:
                 return port_from(ground, patch, other, tip, attempt)
             return attempt
         attempt = port_patch(ground, patch, old, tip, override)
-        if attempt.problem or attempt.result == "upstream":
+        if attempt.problem:
             return attempt
         before = self.statuses.get(patch.slug)
         plain = port_patch(ground, patch, old, tip)
-        if not plain.problem and plain.tree == attempt.tree:
+        is_same = not plain.problem and plain.tree == attempt.tree
+        if is_same and attempt.result != "upstream":
             say(f"    {patch.slug}: the override is not needed any more; remove it.")
             return Attempt(
                 "override", attempt.tree, detail="Not needed: the patch ports as it is."
             )
-        lost = sorted(set(attempt.lost) - set(before.lost if before else ()))
+        accepted = Counter(before.lost if before else ())
+        lost = sorted((Counter(attempt.lost) - accepted).elements())
         made_for = before.made_for if before else ""
         if lost or made_for not in ("", _content(ground.git, old)):
             return Attempt(
@@ -368,7 +371,7 @@ class _Run:
                 attempt.tree,
                 "The override was made for another version of the patch."
                 if not lost
-                else f"The override lacks {len(lost)} line(s) of the patch.",
+                else f"The override lacks {len(lost)} line(s) or mode(s) of the patch.",
                 f"Compare {self.layout.relative(override)} with the patch, mend what "
                 "the tree lacks.",
                 lost=tuple(lost),
@@ -438,9 +441,10 @@ class _Run:
             nothing = tree == git("rev-parse", f"{state.head}^{{tree}}")
             if lost and not accept_lost:
                 raise WorkshopError(
-                    f"{state.slug} would lose {len(lost)} line(s) that it adds.",
+                    f"{state.slug} would lose {len(lost)} line(s) or mode(s) that it "
+                    "changes.",
                     "\n".join(lost[:_SHOWN]),
-                    f"Put them back in {self.where}, or say that it is meant: make "
+                    f"Change them in {self.where}, or say that it is meant: make "
                     f"port BASE={self.pin.version} ARGS='--continue --accept-lost'",
                 )
             mail = self.mail(git, patch)
@@ -679,7 +683,7 @@ def table(statuses: dict[str, Status]) -> str:
         note = f"  {status.detail.splitlines()[0]}" if status.detail else ""
         lines.append(f"{slug:<{width}}  {status.result}{note}")
         if status.lost:
-            lines.append(f"{'':<{width}}  {len(status.lost)} line(s) lost, accepted")
+            lines.append(f"{'':<{width}}  {len(status.lost)} lost, accepted")
     return "\n".join(lines)
 
 
@@ -697,7 +701,7 @@ def table(statuses: dict[str, Status]) -> str:
 @click.option(
     "--accept-lost",
     is_flag=True,
-    help="With --continue: lines of the original may be missing.",
+    help="With --continue: some of the patch's changes may be missing.",
 )
 @click.pass_obj
 def command(

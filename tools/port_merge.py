@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tools.errors import WorkshopError
 from tools.git import COMMITTER_EMAIL, COMMITTER_NAME, Git
-from tools.hunks import Hunk, added_lines, hunks_between, lost_lines, squash
-from tools.series import Patch, add_overlay, raw_diff
-from tools.versions import tree_versions
+from tools.hunks import Hunk, Sides, hunks_between, lost_lines, squash
+from tools.series import Patch, add_overlay, raw_diff, read_overlay
+from tools.versions import Version, tree_versions
 
 RESULTS = ("clean", "3-way", "override", "conflict", "gone", "renamed", "upstream")
 
@@ -33,6 +33,8 @@ _MERGE = (
     "--write-tree",
     "-z",
 )
+# Blob of a file without content.
+_EMPTY = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 _WHO = {
     f"GIT_{role}_{what}": value
     for role in ("AUTHOR", "COMMITTER")
@@ -55,7 +57,7 @@ class Attempt:
         todo: What that human can do.
         detail: What is worth knowing although it went well.
         stages: Rows for `git update-index --index-info` of paths in conflict.
-        lost: Lines that the original adds and the port does not.
+        lost: What the original changes and the port does not, see `lost_between`.
     """
 
     result: str
@@ -115,11 +117,28 @@ def check_mail(path: Path, named: str) -> None:
     if found:
         heads = re.findall(rb"^diff --git a/(.*) b/", data[: found.start()], re.M)
         name = heads[-1].decode(errors="replace") if heads else "a file"
-        raise WorkshopError(
-            f"{named} changes {name}, a binary file.",
-            "Nobody can review that, and no line of it can be seen to be lost.",
-            "Leave it out of the series.",
-        )
+        raise _binary(f"{named} changes {name}")
+
+
+def check_patch(patch: Patch, overlay: Path) -> None:
+    """As `check_mail`, for the mail of a patch and its new files.
+
+    Raises:
+        WorkshopError: One of them is binary.
+    """
+    check_mail(patch.mail, f"patches/{patch.mail.name}")
+    for name in patch.meta.overlay:
+        path = overlay / name
+        if path.is_file() and b"\0" in read_overlay(path)[1]:
+            raise _binary(f"patches/{patch.meta_file.name} names overlay/{name}")
+
+
+def _binary(what: str) -> WorkshopError:
+    return WorkshopError(
+        f"{what}, a binary file.",
+        "Nobody can review that, and no line of it can be seen to be lost.",
+        "Leave it out of the series.",
+    )
 
 
 def port_patch(
@@ -189,30 +208,69 @@ def _with_lost(ground: Ground, attempt: Attempt, old: str, tip: str) -> Attempt:
     return Attempt(
         "conflict",
         attempt.tree,
-        f"{len(lost)} added line(s) got lost although nothing was in conflict.",
-        "Put them where they belong, or go on with --continue --accept-lost.",
+        f"{len(lost)} line(s) or mode(s) that it changes got lost although nothing was "
+        "in conflict.",
+        "Make the changes where they belong, or go on with --continue --accept-lost.",
         lost=tuple(lost),
     )
 
 
 def lost_between(ground: Ground, old: str, tip: str, tree: str) -> list[str]:
-    """Lines that a patch adds on its own base, and that the new tree lacks.
+    """What a patch changes on its own base, and its port does not.
 
     Args:
         old: The patch's commit on the old base.
         tip: Commit that it was put on.
         tree: What that gave.
+
+    Returns:
+        `path: line` of a line to add, `path: - line` of one to remove,
+        `path: - the whole file`, and `path: mode 100755`.
     """
     git = ground.git
-    wanted = added_lines(hunks_between(git, f"{old}^", old))
-    given = added_lines(hunks_between(git, tip, tree))
-    there = tree_versions(git, tip)
-    base = {}
-    for path in wanted:
-        at = path if path in there else ground.moved().get(path, path)
-        if at in there:
-            base[path] = git.blobs([there[at][1]])[0]
-    return lost_lines(wanted, given, base)
+    before, after = tree_versions(git, f"{old}^"), tree_versions(git, old)
+    there, ported = tree_versions(git, tip), tree_versions(git, tree)
+    # Where the new base has what the patch changes.
+    places = {
+        path: path if path in there else ground.moved().get(path, path)
+        for path in _changed(before, after)
+    }
+    rows = []
+    lost = []
+    for path, at in sorted(places.items()):
+        one, other, its = before.get(path), after.get(path), ported.get(at)
+        if other is None and its and at in there:
+            lost.append(f"{path}: - the whole file")
+            continue
+        rows.append((path, one, other, there.get(at), its))
+        if other and _loses_mode(one, other, its):
+            lost.append(f"{path}: mode {other[0]}")
+    for at in _changed(there, ported) - {*places.values()}:
+        rows.append((at, None, None, there.get(at), ported.get(at)))
+    names = [version[1] for _, *versions in rows for version in versions if version]
+    texts = dict(zip(names, git.blobs(names), strict=True))
+    sides = [
+        Sides(path, *(texts[version[1]] if version else b"" for version in versions))
+        for path, *versions in rows
+    ]
+    return lost_lines(sides) + lost
+
+
+def _changed(
+    before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]
+) -> set[str]:
+    return {
+        path
+        for path in before.keys() | after.keys()
+        if before.get(path) != after.get(path)
+    }
+
+
+def _loses_mode(before: Version, after: tuple[str, str], ported: Version) -> bool:
+    """Whether a port leaves out a file's new mode, or an empty file."""
+    if before and before[0] == after[0]:
+        return False
+    return after[0] != ported[0] if ported else after[1] == _EMPTY
 
 
 def _old_paths(git: Git, commit: str) -> list[str]:
@@ -382,10 +440,11 @@ def _overridden(
         if code:
             return _stale(ground, patch, old, tip, error)
     tree = git("write-tree")
+    lost = tuple(lost_between(ground, old, tip, tree))
     if tree == git("rev-parse", f"{tip}^{{tree}}"):
-        return Attempt("upstream", tree, detail="The override leaves nothing of it.")
-    lost = lost_between(ground, old, tip, tree)
-    return Attempt("override", tree, lost=tuple(lost))
+        nothing = "The override leaves nothing of it."
+        return Attempt("upstream", tree, detail=nothing, lost=lost)
+    return Attempt("override", tree, lost=lost)
 
 
 def port_from(

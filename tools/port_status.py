@@ -21,7 +21,7 @@ class Status:
         digest: `Series.patch_digest` of the patch that was ported.
         made_for: Hash of the lines of the patch that its override was made for.
         detail: What is worth knowing.
-        lost: Lines of the original that the override does without, on purpose.
+        lost: What the override does without, on purpose; see `lost_between`.
     """
 
     result: str

@@ -347,6 +347,20 @@ def test_a_new_file_in_a_mail_is_found(good: Layout) -> None:
     assert ("roundtrip", "answer") in found(report)
 
 
+def test_a_binary_file_is_found_in_the_mail_and_in_the_overlay(good: Layout) -> None:
+    (good.overlay / "vllm/gadget/one.py").write_bytes(SPDX.encode() + b"# a\0b\n")
+    core = good.tree / "vllm/engine/core.py"
+    core.write_bytes(b"a\0b\n")
+    git = Git(good.tree)
+    patch = git.raw("diff", "--binary", "--full-index", "HEAD", "--", str(core))
+    mail(good, "answer").write_bytes(mail(good, "answer").read_bytes() + patch)
+    report = check(good)
+    assert {("mail", "gadget"), ("mail", "answer")} <= found(report)
+    text = message(report, "mail")
+    assert "overlay/vllm/gadget/one.py, a binary file" in text
+    assert "patches/answer.patch changes vllm/engine/core.py, a binary file" in text
+
+
 def test_hunks_that_cannot_be_read_are_found(good: Layout) -> None:
     edit(mail(good, "answer"), "+    return 42\n", "")
     report = check(good)

@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,211 @@ def test_an_override_of_an_older_patch_is_told(
     assert "lacks 1 line" in error.why
 
 
+def _leaves_out(
+    layout: Layout, mine: str, expected: str, path: str = "vllm/config.py"
+) -> None:
+    """A human's port of config-answer loses one thing; it is told, and accepted."""
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(layout, NEW, edit="config-answer")
+    (port_tree(layout, NEW) / path).write_text(mine)
+    with pytest.raises(WorkshopError, match="would lose 1 line") as caught:
+        resume(layout, NEW)
+    assert caught.value.why == expected
+    found = resume(layout, NEW, accept_lost=True)
+    assert found["config-answer"].lost == (expected,)
+    assert port(layout, NEW)["config-answer"].lost == (expected,)
+
+
+def _loses_nothing(layout: Layout, mine: str, path: str = "vllm/config.py") -> None:
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(layout, NEW, edit="config-answer")
+    (port_tree(layout, NEW) / path).write_text(mine)
+    assert resume(layout, NEW)["config-answer"].lost == ()
+
+
+def test_a_removal_that_is_left_out(workspace: Layout, release: MakeRelease) -> None:
+    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    release({"vllm/config.py": f"# new\n{CONFIG}"})
+    mine = "# new\n" + CONFIG.replace("41", "42")
+    _leaves_out(workspace, mine, "vllm/config.py: - OPTION_3 = 3")
+
+
+def test_a_removal_that_is_left_out_with_other_spaces(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    release({})
+    mine = CONFIG.replace("OPTION_3 = 3", "OPTION_3  =  3").replace("41", "42")
+    _leaves_out(workspace, mine, "vllm/config.py: - OPTION_3 = 3")
+
+
+def test_a_removal_of_one_line_of_two(workspace: Layout, release: MakeRelease) -> None:
+    twice = CONFIG.replace("= 19\n", "= 19\nOPTION_3 = 3\n")
+    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    release({"vllm/config.py": twice})
+    _loses_nothing(
+        workspace, twice.replace("OPTION_3 = 3\n", "", 1).replace("41", "42")
+    )
+    shutil.rmtree(workspace.port(NEW))
+    shutil.rmtree(workspace.port_overrides(NEW))
+    _leaves_out(workspace, twice.replace("41", "42"), "vllm/config.py: - OPTION_3 = 3")
+
+
+def test_a_removal_of_what_the_release_has_not(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    """Upstream wrote the removed line anew; the port may keep what it wrote."""
+    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    other = CONFIG.replace("OPTION_3 = 3", "OPTION_3 = None")
+    release({"vllm/config.py": other})
+    _stops(workspace)
+    file = port_tree(workspace, NEW) / "vllm/config.py"
+    file.write_text(other.replace("41", "42"))
+    assert resume(workspace, NEW)["config-answer"].lost == ()
+
+
+def test_a_line_that_moves_is_no_removal(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    moved = CONFIG.replace("OPTION_3 = 3\n", "") + "OPTION_3 = 3\n"
+    _replace_patch(
+        workspace, "config-answer", {"vllm/config.py": moved.replace("41", "42")}
+    )
+    release({})
+    _loses_nothing(workspace, CONFIG.replace("41", "42"))
+
+
+def test_a_file_that_is_not_removed(workspace: Layout, release: MakeRelease) -> None:
+    _replace_patch(
+        workspace,
+        "config-answer",
+        {"vllm/config.py": CONFIG.replace("41", "42")},
+        removed=["docs/index.md"],
+    )
+    release({"docs/index.md": "# Other docs\n"})
+    _stops(workspace)
+    git = Git(port_tree(workspace, NEW))
+    git("checkout", "--quiet", "HEAD", "--", "docs/index.md")
+    with pytest.raises(WorkshopError, match="would lose 1 line") as caught:
+        resume(workspace, NEW)
+    assert caught.value.why == "docs/index.md: - the whole file"
+    git("rm", "--quiet", "--force", "docs/index.md")
+    assert resume(workspace, NEW)["config-answer"].lost == ()
+
+
+@pytest.mark.parametrize("base", [CONFIG, CONFIG + "# twice\n"])
+def test_a_lost_line_that_stands_elsewhere(
+    workspace: Layout, release: MakeRelease, base: str
+) -> None:
+    """It may be a line of both bases, or one that the release brought."""
+    line = "# twice" if base != CONFIG else "OPTION_3 = 3"
+    edited = CONFIG.replace("= 7\n", f"= 7\n{line}\n").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    release({"vllm/config.py": base})
+    _leaves_out(workspace, base.replace("41", "42"), f"vllm/config.py: {line}")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_line_that_the_release_took_is_not_lost(
+    workspace: Layout, release: MakeRelease, gone: bool
+) -> None:
+    """Nor is it if the release did away with a line like it elsewhere."""
+    line = "OPTION_3 = 3\n"
+    edited = CONFIG.replace("= 7\n", f"= 7\n{line}").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    base = CONFIG.replace("= 7\n", f"= 7\n{line}# more\n")
+    base = base.replace(line, "", int(gone))
+    release({"vllm/config.py": base})
+    _loses_nothing(workspace, base.replace("41", "42"))
+
+
+def test_a_second_loss_of_an_accepted_line(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    """What was accepted once was accepted for one line, not for all that are alike."""
+
+    def patch(text: str) -> None:
+        edits = {"vllm/config.py": text.replace("41", "42")}
+        _replace_patch(workspace, "config-answer", edits)
+
+    release({})
+    once = CONFIG.replace("= 7\n", "= 7\n# mark\n")
+    patch(once)
+    _leaves_out(workspace, CONFIG.replace("41", "42"), "vllm/config.py: # mark")
+    patch(once.replace("= 12\n", "= 12\n# mark\n"))
+    assert "lacks 1 line" in _stops(workspace).why
+
+
+def test_a_line_that_upstream_moved_stops_a_merge(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    """Both sides remove it at one place, so that nothing is in conflict."""
+    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    moved = CONFIG.replace("OPTION_3 = 3\n", "")
+    moved = moved.replace("= 12\n", "= 12\nOPTION_3 = 3\n")
+    release({"vllm/config.py": moved})
+    error = _stops(workspace)
+    assert error.what.startswith(f"config-answer needs you on vLLM {NEW} (conflict)")
+    assert "got lost although nothing was in conflict" in error.why
+    assert "lost: vllm/config.py: - OPTION_3 = 3" in error.why
+    assert "--accept-lost" in error.todo
+    assert load_statuses(workspace, NEW)["config-answer"].lost == ()
+    # The tree has no conflict; it may not go on as it is.
+    assert _text(workspace, "vllm/config.py") == moved.replace("41", "42")
+    with pytest.raises(WorkshopError, match="would lose 1 line"):
+        resume(workspace, NEW)
+    file = port_tree(workspace, NEW) / "vllm/config.py"
+    file.write_text(edited)
+    found = resume(workspace, NEW)["config-answer"]
+    assert (found.result, found.lost) == ("override", ())
+    assert _text(workspace, "vllm/config.py") == edited
+
+
+def test_what_a_merge_loses_can_be_accepted(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    moved = CONFIG.replace("OPTION_3 = 3\n", "")
+    moved = moved.replace("= 12\n", "= 12\nOPTION_3 = 3\n")
+    release({"vllm/config.py": moved})
+    _stops(workspace)
+    found = resume(workspace, NEW, accept_lost=True)["config-answer"]
+    assert found.result == "override"
+    assert found.lost == ("vllm/config.py: - OPTION_3 = 3",)
+    assert port(workspace, NEW)["config-answer"] == found
+
+
+def test_an_added_line_that_a_merge_drops(
+    workspace: Layout, release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git does no such thing; if it did, nobody would see it."""
+    from tools import port_merge
+
+    merge = port_merge._merge
+
+    def drop(git: Git, old: str, tip: str, ours: str, theirs: str) -> object:
+        good = merge(git, old, tip, ours, theirs)
+        if theirs != "config-answer":
+            return good
+        text = git("cat-file", "blob", f"{good.tree}:vllm/config.py")
+        blob = git("hash-object", "-w", "--stdin", stdin=text.replace("42", "41"))
+        git("read-tree", good.tree)
+        git("update-index", "--cacheinfo", f"100644,{blob},vllm/config.py")
+        return port_merge._Merge(git("write-tree"), (), ())
+
+    monkeypatch.setattr(port_merge, "_merge", drop)
+    release({"vllm/config.py": NOTED})
+    error = _stops(workspace)
+    assert "got lost although nothing was in conflict" in error.why
+    assert "lost: vllm/config.py:     return 42" in error.why
+
+
 def test_a_file_that_upstream_removed(workspace: Layout, release: MakeRelease) -> None:
     release({"vllm/engine/core.py": None})
     error = _stops(workspace)
@@ -504,6 +710,7 @@ def _replace_patch(
     edits: Mapping[str, str],
     *paths: str,
     modes: Mapping[str, str] | None = None,
+    removed: Sequence[str] = (),
 ) -> None:
     """Let a patch make these edits of the base instead of its own."""
     from tools.pin import load_pin
@@ -519,6 +726,8 @@ def _replace_patch(
             mode = (modes or {}).get(name, f"100{BASE[name][0]:o}")
             blob = git("hash-object", "-w", "--stdin", "--no-filters", stdin=text)
             git("update-index", "--cacheinfo", f"{mode},{blob},{name}")
+        for name in removed:
+            git("rm", "--quiet", "--cached", name)
         mail = Mail("Zoë", "z@example.invalid", "0 +0000", f"{subject}\n\n{purpose}\n")
         mail = Mail(mail.author, mail.email, "@0 +0000", mail.message)
         data, added = mail_of(git, commit_tree(git, git("write-tree"), base, mail))
@@ -551,10 +760,98 @@ def test_a_mode_change_that_upstream_has(
     assert port(workspace, NEW)["config-answer"].result == "upstream"
 
 
+def test_an_override_that_leaves_nothing(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    edits = {"vllm/config.py": CONFIG.replace("41", "42")}
+    _replace_patch(workspace, "config-answer", edits)
+    release({})
+    lost = ("vllm/config.py: -     return 41", "vllm/config.py:     return 42")
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(workspace, NEW, edit="config-answer")
+    (port_tree(workspace, NEW) / "vllm/config.py").write_text(CONFIG)
+    with pytest.raises(WorkshopError, match="would lose 2 line") as caught:
+        resume(workspace, NEW)
+    assert caught.value.why == "\n".join(lost)
+    found = resume(workspace, NEW, accept_lost=True)["config-answer"]
+    assert (found.result, found.lost) == ("upstream", lost)
+    edits = {"vllm/config.py": CONFIG.replace("41", "42") + "# more\n"}
+    _replace_patch(workspace, "config-answer", edits)
+    assert "lost: vllm/config.py: # more" in _stops(workspace).why
+
+
+def test_a_file_that_moved_and_is_there_again(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    """The port may bring the old name back; the new one is where lines may get lost."""
+    release({"vllm/config.py": None, "vllm/settings.py": CONFIG})
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(workspace, NEW, edit="config-answer")
+    tree = port_tree(workspace, NEW)
+    (tree / "vllm/settings.py").write_text(CONFIG)
+    (tree / "vllm/config.py").write_text("from vllm.settings import *\n")
+    with pytest.raises(WorkshopError, match="would lose 2 line") as caught:
+        resume(workspace, NEW)
+    assert "vllm/config.py: -     return 41" in caught.value.why
+
+
+def test_a_mode_change_that_is_left_out(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    edits = {"vllm/config.py": CONFIG.replace("41", "42")}
+    _replace_patch(workspace, "config-answer", edits, modes={"setup.py": "100755"})
+    release({})
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(workspace, NEW, edit="config-answer")
+    (port_tree(workspace, NEW) / "setup.py").chmod(0o644)
+    with pytest.raises(WorkshopError, match="would lose 1 line") as caught:
+        resume(workspace, NEW)
+    assert caught.value.why == "setup.py: mode 100755"
+    found = resume(workspace, NEW, accept_lost=True)["config-answer"]
+    assert found.lost == ("setup.py: mode 100755",)
+    assert port(workspace, NEW)["config-answer"] == found
+
+
+def test_the_mode_of_a_new_file_that_is_left_out(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    (workspace.overlay / "docs/gadget.md").chmod(0o755)
+    release({})
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(workspace, NEW, edit="gadget-docs")
+    (port_tree(workspace, NEW) / "docs/gadget.md").chmod(0o644)
+    with pytest.raises(WorkshopError, match="would lose") as caught:
+        resume(workspace, NEW)
+    assert caught.value.why == "docs/gadget.md: mode 100755"
+
+
+def test_an_empty_file_that_is_left_out(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    (workspace.overlay / "vllm/gadget/__init__.py").write_text("")
+    release({})
+    with pytest.raises(WorkshopError, match="needs you"):
+        port(workspace, NEW, edit="gadget")
+    (port_tree(workspace, NEW) / "vllm/gadget/__init__.py").unlink()
+    with pytest.raises(WorkshopError, match="would lose") as caught:
+        resume(workspace, NEW)
+    assert caught.value.why == "vllm/gadget/__init__.py: mode 100644"
+
+
 def test_a_binary_file_is_refused(workspace: Layout, release: MakeRelease) -> None:
     _replace_patch(workspace, "config-answer", {"setup.py": "a\0b\n"})
     release({})
     with pytest.raises(WorkshopError, match=r"setup\.py, a binary file"):
+        port(workspace, NEW)
+    assert load_state(workspace, NEW) is None
+
+
+def test_a_binary_file_of_the_overlay_is_refused(
+    workspace: Layout, release: MakeRelease
+) -> None:
+    (workspace.overlay / "docs/gadget.md").write_bytes(b"a\0b\n")
+    release({})
+    with pytest.raises(WorkshopError, match=r"docs/gadget\.md, a binary file"):
         port(workspace, NEW)
     assert load_state(workspace, NEW) is None
 
