@@ -59,6 +59,12 @@ test-network:
 	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
 		E2E_NETWORK=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_network.py $(ARGS)
 
+# What needs a GPU, of the workshop and of vLLM. It builds for CUDA first.
+.PHONY: test-gpu
+test-gpu:
+	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build --device cuda && \
+		exec .venv/bin/python -m tools test --stage gpu $(ARGS)
+
 # Both AFD roles in every supported number of ranks: some minutes each.
 .PHONY: test-topology
 test-topology:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -37,6 +38,17 @@ _UPSTREAM_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+# Those of vLLM's tests that are skipped for want of a GPU, in files that the series
+# has or changes. docs/gpu.md says of each how many it needs.
+GPU_TESTS = (
+    "tests/v1/worker/test_gpu_ubatch_slicing.py",
+    "tests/v1/worker/test_ubatch_cudagraphs.py",
+    "tests/distributed/afd_transfer/test_p2p_nccl_gpu.py",
+    "tests/v1/worker/test_afd_nccl_pair.py",
+    "tests/v1/worker/test_afd_nccl_servers.py",
+)
+_GPU_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True)
@@ -199,6 +211,29 @@ def e2e_tasks(layout: Layout) -> list[Task]:
     return [_own_tests(layout, "e2e", 3600, "tests", "-m", "built")]
 
 
+def gpu_tasks(layout: Layout) -> list[Task]:
+    """What needs a GPU: the workshop's tests, and vLLM's in the patched tree.
+
+    Raises:
+        WorkshopError: There is none, so that all would be skipped.
+    """
+    python = venv_python(layout.venv)
+    sees_one = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    done = subprocess.run([python, "-c", sees_one], env=clean_environ(), check=False)
+    if done.returncode:
+        raise WorkshopError(
+            "Nothing here can run on a GPU.",
+            f"PyTorch of {layout.relative(layout.venv)} finds none.",
+            "On a machine that has one: make test-gpu",
+        )
+    env = clean_environ() | _GPU_ENV | {"PYTHONPATH": str(layout.tree)}
+    vllm = (str(python), "-m", "pytest", "-p", "no:cacheprovider", "-rs", *GPU_TESTS)
+    return [
+        _own_tests(layout, "gpu", 7200, "tests/gpu"),
+        Task("gpu-vllm", vllm, 7200, layout.tree, env, pytest=True),
+    ]
+
+
 STAGES = (
     Stage("lint", "ruff on the workshop", lint_tasks),
     Stage("tools", "Tests of the workshop", tool_tasks),
@@ -207,6 +242,7 @@ STAGES = (
     Stage("upstream", "vLLM's tests that the patches name", upstream_tasks, True, True),
     Stage("each", "Each patch alone on its dependencies", each_tasks, True),
     Stage("e2e", "The patched vLLM against the unpatched", e2e_tasks, True),
+    Stage("gpu", "What needs a GPU", gpu_tasks, True),
 )
 
 
@@ -216,14 +252,16 @@ def choose(names: Sequence[str], fast: bool, each: bool) -> list[Stage]:
     Args:
         names: Only these, if any.
         fast: None that needs the built environment.
-        each: Also `each`, which is left out otherwise.
+        each: Also `each`, which is left out otherwise. `gpu` only runs by name.
     """
     if names:
         return [stage for stage in STAGES if stage.name in names]
     return [
         stage
         for stage in STAGES
-        if not (fast and stage.built) and (each or stage.name != "each")
+        if not (fast and stage.built)
+        and (each or stage.name != "each")
+        and stage.name != "gpu"
     ]
 
 
