@@ -43,8 +43,11 @@ root = Path(sys.argv[0]).parents[2]
 spoil = os.environ.get(f"FAKE_{role.upper()}", "")
 print(f"(Main pid=1) INFO 11-29 10:00:00 [a.py:1] hello from {role}", flush=True)
 print("a line that is none of the log's", flush=True)
-(root / f"{role}.json").write_text(json.dumps(
+# Whole at once, as who waits for it reads it, and may end this server.
+part = root / f"{role}.part"
+part.write_text(json.dumps(
     {"pid": os.getpid(), "args": args, "env": dict(os.environ)}))
+part.replace(root / f"{role}.json")
 if spoil == "dies":
     sys.exit("no weights here")
 steps = 0
