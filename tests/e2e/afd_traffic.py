@@ -18,6 +18,11 @@ from tools.stream import lines_of
 # Requests of these are mixed.
 SOURCES = ("shared-1", "mixed", "chunked", "random-5", "random-6", "random-9")
 AT_ONCE = 12
+# Requests at which a router of tiny-deepseek-v2 has two experts that are as good as
+# equal for the last place: their logits are 1e-5 to 1e-4 apart, and those of a split
+# prompt differ by 4e-5 from those of a whole one. Which expert it is depends on the CPU
+# then. All others are 2e-4 apart or more.
+TIED = {("shared-1", 141), ("shared-1", 157), ("shared-1", 194)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def ask(
 
 
 def mixed_requests(count: int, seed: int) -> list[Request]:
-    """Prompts of all lengths, every second one streamed."""
+    """Prompts of all lengths, every second one streamed; a few less than `count`."""
     rng = random.Random(seed)
     all_of_them = [
         (source, index)
@@ -97,6 +102,7 @@ def mixed_requests(count: int, seed: int) -> list[Request]:
     return [
         Request(source, index, stream=at % 2 == 0)
         for at, (source, index) in enumerate(rng.sample(all_of_them, count))
+        if (source, index) not in TIED
     ]
 
 
@@ -125,4 +131,7 @@ def check_answers(
             {key: result[key][request.index] for key in ("tokens", "logprobs")}
         )
     found = difference(put_together(wanted), put_together(got))
-    assert found.equal, (found, requests[found.token[0]] if found.token else None)
+    assert found.equal, (
+        found,
+        [requests[at[0]] for at in (found.token, found.at) if at],
+    )

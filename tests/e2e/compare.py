@@ -16,10 +16,12 @@ class Difference:
     Attributes:
         token: (request, position) of the first token that differs, None if equal.
         logprob: Largest difference of a logprob that both report, up to there.
+        at: (request, position) of that.
     """
 
     token: tuple[int, int] | None
     logprob: float
+    at: tuple[int, int] | None = None
 
     @property
     def equal(self) -> bool:
@@ -40,7 +42,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
     counts = [[len(row) for row in result["tokens"]] for result in (one, other)]
     if counts[0] != counts[1]:
         raise AssertionError(f"Numbers of tokens differ: {counts[0]}, {counts[1]}.")
-    largest = 0.0
+    largest, at = 0.0, None
     for request, tokens in enumerate(one["tokens"]):
         for position, token in enumerate(tokens):
             rows = [
@@ -48,11 +50,11 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
                 for rows in (one["logprobs"], other["logprobs"])
             ]
             both = rows[0].keys() & rows[1].keys()
-            largest = max(
-                [largest, *(abs(rows[0][key] - rows[1][key]) for key in both)]
-            )
+            far = max((abs(rows[0][key] - rows[1][key]) for key in both), default=0)
+            if far > largest:
+                largest, at = far, (request, position)
             if other["tokens"][request][position] != token:
-                return Difference((request, position), largest)
+                return Difference((request, position), largest, at)
             if str(token) not in both:
                 raise AssertionError(f"No logprob of the chosen token {token}.")
-    return Difference(None, largest)
+    return Difference(None, largest, at)
