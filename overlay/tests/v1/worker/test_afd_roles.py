@@ -578,7 +578,7 @@ class BaseRunner:
         if ubatches is not None:
             slices = [SimpleNamespace(num_tokens=n) for n in ubatches]
         batch = SimpleNamespace(num_tokens_after_padding=8)
-        self.before_forward(batch, slices, **kwargs)  # type: ignore[attr-defined]
+        self.before_forward(batch, None, slices, **kwargs)  # type: ignore
         if self.error is not None:
             raise self.error
         return "output"
