@@ -75,9 +75,14 @@ class Layout:
         """The unpatched tree, the reference that tests compare with."""
         return self.build / "base"
 
+    @property
+    def port_trees(self) -> Path:
+        """Holds a folder for each release that the series is put on."""
+        return self.build / "port"
+
     def port(self, version: str) -> Path:
         """Where the series is put on another release."""
-        return self.build / "port" / version
+        return self.port_trees / version
 
     @property
     def cache(self) -> Path:

@@ -79,9 +79,8 @@ def port_test(
     _check_state(layout, pin)
     series = load_series(layout)
     chosen = [series[slug] for slug in slugs] or list(series.patches)
-    whole = not slugs and keyword is None
     results = []
-    if whole:
+    if not slugs and keyword is None:
         say(f"\n==> hooks: upstream's, of {version}, on what the series touches")
         results.append(
             hooks_result(layout, port_tree(layout, version), base_commit(pin))
@@ -338,10 +337,10 @@ def command(
 ) -> None:
     """Run the series' tests on a release that `port` has put it on.
 
-    The hooks of that release, on what the series touches; then, where that release
-    has a CPU wheel: upstream's tests that the patches name, and
-    the end-to-end comparison of engines. Else upstream's tests as far as they need
-    no compiled kernel.
+    The hooks of that release run on what the series touches, unless some patches
+    or tests are chosen. Then, where that release has a CPU wheel: upstream's tests
+    that the patches name, and the end-to-end comparison of engines. Else upstream's
+    tests as far as they need no compiled kernel.
     """
     results = port_test(layout, version, slugs, not no_e2e, keyword)
     print(summary(results), flush=True)

@@ -32,6 +32,7 @@ from tools.git import Git, GitError, borrowing, changed_files
 from tools.layout import Layout
 from tools.lock import hold
 from tools.pin import Pin, load_pin, load_ports
+from tools.port import port_tree
 from tools.port_merge import has_hunks
 from tools.pr_checklist import (
     FAIL,
@@ -261,7 +262,7 @@ def _workplace(layout: Layout, clone: Clone | None) -> Iterator[Git]:
     folder = Path(tempfile.mkdtemp(prefix=".pr-", dir=top))
     stores = [layout.tree / ".git" / "objects"]
     # All, as branches on them may be in the repository already.
-    stores += sorted(layout.port("*").parent.glob("*/vllm/.git/objects"))
+    stores += sorted(layout.port_trees.glob("*/vllm/.git/objects"))
     if clone:
         stores.insert(0, clone.objects)
     try:
@@ -303,8 +304,8 @@ def _ported_base(
             todo="Give a clone of upstream that has it: --repo PATH.",
         )
     commit = base_commit(ports[version])
-    objects = layout.port(version) / "vllm/.git"
-    if not objects.is_dir() or not Git(objects).resolve(f"{commit}^{{tree}}"):
+    repo = port_tree(layout, version) / ".git"
+    if not repo.is_dir() or not Git(repo).resolve(f"{commit}^{{tree}}"):
         raise WorkshopError(
             f"--base {version}: its files are not here.",
             todo=f"Run `make port BASE={version}` first.",

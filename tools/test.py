@@ -29,14 +29,14 @@ _EACH_S = 6 * 3600
 # Exit status of pytest when it found no test, which `-k` may cause.
 _NO_TESTS = 5
 
-# What vLLM's own tests get on a CPU. What a test needs beyond that it sets itself, or
-# has it in its patch's `test_env`.
-_UPSTREAM_ENV = {
-    "HF_HUB_OFFLINE": "1",
+# What vLLM's own tests get. What a test needs beyond that it sets itself, or has it in
+# its patch's `test_env`.
+_VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# On a CPU.
+_UPSTREAM_ENV = _VLLM_ENV | {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 # Those of vLLM's tests that are skipped for want of a GPU, in files that the series
@@ -48,7 +48,6 @@ GPU_TESTS = (
     "tests/v1/worker/test_afd_nccl_pair.py",
     "tests/v1/worker/test_afd_nccl_servers.py",
 )
-_GPU_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def gpu_tasks(layout: Layout) -> list[Task]:
             f"PyTorch of {layout.relative(layout.venv)} finds none.",
             "On a machine that has one: make test-gpu",
         )
-    env = clean_environ() | _GPU_ENV | {"PYTHONPATH": str(layout.tree)}
+    env = clean_environ() | _VLLM_ENV | {"PYTHONPATH": str(layout.tree)}
     vllm = (str(python), "-m", "pytest", "-p", "no:cacheprovider", "-rs", *GPU_TESTS)
     return [
         _own_tests(layout, "gpu", 7200, "tests/gpu"),

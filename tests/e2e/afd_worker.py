@@ -12,12 +12,12 @@ import json
 import multiprocessing
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import vllm
 from extension.loaded_modules import afd_modules
+from forked import run_and_exit
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from worker import Engine
@@ -108,18 +108,12 @@ class Child:
 
     @staticmethod
     def _main(sender: Any, function: Any, job: dict[str, Any], *rest: Any) -> None:
-        code = 1
-        try:
+        def send() -> None:
             for name, value in job.get("env", {}).items():
                 os.environ[name] = value
             sender.send(function(job, *rest))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # What the parent has to do at its end is not done here too.
-        os._exit(code)
+
+        run_and_exit(send)
 
     def result(self, timeout: float) -> Any:
         """What the function has returned.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from built import layout_fixture, mark_built  # noqa: F401
 from jobs import Jobs
 from pairs import pair  # noqa: F401  A fixture.
 
@@ -21,14 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.built)
-
-
-@pytest.fixture(scope="session")
-def layout() -> Layout:
-    return Layout.default()
+    mark_built(items, HERE)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from built import layout_fixture, mark_built  # noqa: F401
 from engines import Engines, lacking
 
 from tools.layout import Layout
@@ -11,14 +12,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.built)
-
-
-@pytest.fixture(scope="session")
-def layout() -> Layout:
-    return Layout.default()
+    mark_built(items, HERE)
 
 
 @pytest.fixture(scope="session")

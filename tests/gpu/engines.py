@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -190,10 +191,10 @@ def environment(side: sides.Side, device: str, cache: Path) -> dict[str, str]:
     Args:
         cache: Where it keeps what it compiles.
     """
-    env = side.env("v2") | {
-        "PYTHONPATH": ":".join(
-            filter(None, [str(HERE), side.env("v2").get("PYTHONPATH")])
-        ),
+    env = side.env("v2")
+    folders = [str(HERE), str(HERE.parent / "e2e"), env.get("PYTHONPATH")]
+    env |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "VLLM_DISABLE_COMPILE_CACHE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
 import vllm
+from forked import run_and_exit
 from vllm import LLM, SamplingParams
 from vllm.compilation.counter import compilation_counter
 from vllm.platforms import current_platform
@@ -137,18 +137,10 @@ def fork(job: dict[str, Any]) -> int:
         raise RuntimeError("A fork cannot use a GPU that its parent has used.")
     sys.stdout.flush()
     sys.stderr.flush()
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        run(job)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What the parent has to do at its end is not done here too.
-    os._exit(code)
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(lambda: run(job))
+    return pid
 
 
 def main(job_files: list[str]) -> None:

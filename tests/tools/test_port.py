@@ -421,15 +421,23 @@ def test_a_second_loss_of_an_accepted_line(
     assert "lacks 1 line" in _stops(workspace).why
 
 
+def _upstream_moves_what_is_removed(
+    workspace: Layout, release: MakeRelease
+) -> tuple[str, str]:
+    """The file as the patch makes it, and as the release has it."""
+    removed = CONFIG.replace("OPTION_3 = 3\n", "")
+    edited = removed.replace("41", "42")
+    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
+    moved = removed.replace("= 12\n", "= 12\nOPTION_3 = 3\n")
+    release({"vllm/config.py": moved})
+    return edited, moved
+
+
 def test_a_line_that_upstream_moved_stops_a_merge(
     workspace: Layout, release: MakeRelease
 ) -> None:
     """Both sides remove it at one place, so that nothing is in conflict."""
-    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
-    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
-    moved = CONFIG.replace("OPTION_3 = 3\n", "")
-    moved = moved.replace("= 12\n", "= 12\nOPTION_3 = 3\n")
-    release({"vllm/config.py": moved})
+    edited, moved = _upstream_moves_what_is_removed(workspace, release)
     error = _stops(workspace)
     assert error.what.startswith(f"config-answer needs you on vLLM {NEW} (conflict)")
     assert "got lost although nothing was in conflict" in error.why
@@ -450,11 +458,7 @@ def test_a_line_that_upstream_moved_stops_a_merge(
 def test_what_a_merge_loses_can_be_accepted(
     workspace: Layout, release: MakeRelease
 ) -> None:
-    edited = CONFIG.replace("OPTION_3 = 3\n", "").replace("41", "42")
-    _replace_patch(workspace, "config-answer", {"vllm/config.py": edited})
-    moved = CONFIG.replace("OPTION_3 = 3\n", "")
-    moved = moved.replace("= 12\n", "= 12\nOPTION_3 = 3\n")
-    release({"vllm/config.py": moved})
+    _upstream_moves_what_is_removed(workspace, release)
     _stops(workspace)
     found = resume(workspace, NEW, accept_lost=True)["config-answer"]
     assert found.result == "override"
