@@ -142,7 +142,7 @@ class Trials:
         """Hash of all that decides a trial."""
         digest = hashlib.sha256(f"{self.base}\0{self.environment}".encode())
         for slug in names:
-            digest.update(f"\0{slug}\0{self.series.patch_digest(slug)}".encode())
+            digest.update(f"\0{slug}\0{self.series.content_digest(slug)}".encode())
         facts = (patch.slug, patch.meta.tests, sorted(patch.meta.test_env.items()))
         digest.update(repr(facts).encode())
         return digest.hexdigest()

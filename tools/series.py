@@ -120,9 +120,19 @@ class Series:
         return digest.hexdigest()
 
     def patch_digest(self, slug: str) -> str:
-        """Hash of all that one patch puts into a tree: its mail and overlay files."""
+        """Hash of one patch: its mail, words and all, and its overlay files."""
+        return self._hash(slug, self[slug].mail.read_bytes())
+
+    def content_digest(self, slug: str) -> str:
+        """Hash of what one patch does to a tree; the mail's words do not count."""
+        _, _, hunks = self[slug].mail.read_bytes().partition(b"\ndiff --git ")
+        # Names of blobs change with patches before this one.
+        lines = [line for line in hunks.split(b"\n") if not line.startswith(b"index ")]
+        return self._hash(slug, b"\n".join(lines))
+
+    def _hash(self, slug: str, mail: bytes) -> str:
         patch = self[slug]
-        digest = hashlib.sha256(patch.mail.read_bytes())
+        digest = hashlib.sha256(mail)
         for name in sorted(patch.meta.overlay):
             mode, data = read_overlay(self.layout.overlay / name)
             digest.update(f"\0{name}\0{mode}\0".encode() + data)

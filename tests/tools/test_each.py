@@ -123,6 +123,27 @@ def test_only_what_a_change_reaches_is_tried_again(built: Layout) -> None:
     assert seen == ["config-answer", "gadget", "gadget-docs"]
 
 
+def test_words_of_a_mail_are_no_change(built: Layout) -> None:
+    each(built)
+    mail = built.patches / "gadget.patch"
+    text = mail.read_text()
+    edited = text.replace("## Purpose\n", "## Purpose\n\nIn other words.\n", 1)
+    assert edited != text
+    mail.write_text(edited)
+    assert each(built).ran == 0
+
+
+def test_hunks_of_a_mail_are_content(built: Layout) -> None:
+    each(built)
+    mail = built.patches / "config-answer.patch"
+    text = mail.read_text()
+    before, _, hunks = text.partition("\ndiff --git ")
+    edited = hunks.replace("\n+", "\n+# ", 1)
+    assert edited != hunks
+    mail.write_text(f"{before}\ndiff --git {edited}")
+    assert each(built, ["config-answer"]).ran > 0
+
+
 def test_an_undeclared_dependency_is_named(built: Layout) -> None:
     declare(built, "gadget-docs", depends_on=[])
     found = problems(built, "gadget-docs")
