@@ -505,6 +505,11 @@ def test_message_problems(old: str, new: str, rule: str) -> None:
     assert rules(GOOD.replace(old, new)) == [rule]
 
 
+@pytest.mark.parametrize("gap", ["\n", "-"])
+def test_words_of_ai_assistance_may_be_on_two_lines(gap: str) -> None:
+    assert rules(GOOD.replace("AI assistance", f"AI{gap}assistance")) == []
+
+
 def test_titles_with_several_tags_are_right() -> None:
     assert rules(GOOD.replace("[Core]", "[Bugfix][CPU] ")) == []
 

@@ -22,6 +22,7 @@ from vllm.distributed.afd_transfer.afd_connector.base import AFDTransfer
 from vllm.distributed.afd_transfer.afd_connector.gloo_connector import GlooAFDConnector
 from vllm.distributed.afd_transfer.afd_connector.p2p_nccl_connector import (
     P2pNcclAFDConnector,
+    _InFlight,
 )
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
 from vllm.distributed.afd_transfer.messages import AFDStep
@@ -287,6 +288,31 @@ def test_a_graph_that_ffn_has_not_captured(
     with roles.world.process("ffn"), pytest.raises(AFDError, match=match):
         roles.ffn._run_step(roles._ffn_session, step, (0, ""), roles.graphs)
     assert not roles.graphs.failed
+
+
+def test_no_step_ends_while_the_watch_queries(
+    make_roles: Callable[..., GraphRoles],
+):
+    """The next one may be captured, in which no thread may query."""
+    queried, go_on = threading.Event(), threading.Event()
+
+    def query() -> bool:
+        if threading.current_thread().name == "afd-nccl-watch":
+            queried.set()
+            go_on.wait(SOON_S)
+        return True
+
+    connector = make_roles().on_attention
+    ended = SimpleNamespace(query=query)
+    connector._in_flight.append(_InFlight("waiting", ended, SOON_S, ""))  # type: ignore[arg-type]
+    assert queried.wait(SOON_S)
+    step = threading.Thread(target=connector.finish_step)
+    step.start()
+    step.join(0.2)
+    assert step.is_alive()
+    go_on.set()
+    step.join(SOON_S)
+    assert not step.is_alive() and not connector._in_flight
 
 
 @pytest.mark.parametrize("lost", ["attention", "ffn"])

@@ -8,6 +8,7 @@ what they compute, on the stream that they compute on.
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -454,6 +455,36 @@ def test_an_answer_may_take_as_long_as_those_of_all_ranks(
     assert in_flight.limit == "step_timeout_s=40 for each of 3 attention ranks"
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "sizes"),
+    [(1, [1]), (2, [2, 1]), (100, [100, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1])],
+)
+def test_sizes_of_the_warm_up(max_tokens: int, sizes: list[int]):
+    assert afd_ffn_model_runner._sizes(max_tokens) == sizes
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 2)])
+def test_a_rank_that_compiles_is_not_taken_for_a_hang(
+    make_ranks: Callable[..., Ranks], counts: tuple[int, int]
+):
+    """Nor are those that wait for an answer that needs its input."""
+    ranks = make_ranks(*counts, step_timeout_s=0.5)
+    for rank in ranks.ranks:
+        begin_step = functools.partial(rank.attention.begin_step, "profile")
+        rank.attention.begin_step = (  # type: ignore[method-assign]
+            lambda kind, tokens, begin_step=begin_step: begin_step(tokens)
+        )
+    late = ranks.ranks[1]
+    model = late._model
+
+    def compile_and_run(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(2)
+        return model(x)
+
+    late._model = compile_and_run  # type: ignore[method-assign]
+    ranks.run([[[3]]])
+
+
 def test_all_ranks_are_served_on_one_stream(
     make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ):
@@ -496,9 +527,34 @@ def test_all_ranks_are_served_on_one_stream(
         gate.put()
         threading.Timer(0.2, gate.open).start()
         ffn.start_serving()
-    assert warmed_up == [(n, rows, True) for rows in (MAX_TOKENS, 1) for n in (0, 1)]
+    sizes = [MAX_TOKENS, *(s for s in (12, 8, 6, 4, 3, 2, 1) if s < MAX_TOKENS)]
+    assert warmed_up == [(n, rows, True) for rows in sizes for n in (0, 1)]
     done.wait(SOON_S)
     assert streams[0] is streams[1]
+
+
+@pytest.mark.parametrize("name", [None, "eth0"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_interface_is_chosen_once(
+    make_ranks: Callable[..., Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    tp_size: int,
+    name: str | None,
+):
+    """With tensor parallelism, before the first connection of AFD."""
+    pinned: list[str] = []
+    warnings: list[str] = []
+    monkeypatch.setattr(nccl_link, "_pin_interface", pinned.append)
+    monkeypatch.setattr(
+        nccl_link.logger, "warning", lambda text, *args: warnings.append(text % args)
+    )
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if name is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", name)
+    make_ranks(1, tp_size)
+    assert len(pinned) == (2 if tp_size == 1 else 0)
+    assert len(warnings) == (4 if tp_size == 2 and name is None else 0)
+    assert all("Set NCCL_SOCKET_IFNAME on both roles" in text for text in warnings)
 
 
 def test_links_share_no_stream(make_ranks: Callable[..., Ranks]):

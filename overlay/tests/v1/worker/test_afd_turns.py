@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.afd_transfer.control_utils import free_port
+from tests.distributed.afd_transfer.fake_nccl import wait_until
 from vllm.config.afd import AFDConfig
 from vllm.distributed.afd_transfer import afd_session
 from vllm.distributed.afd_transfer.errors import AFDError, AFDPeerError
@@ -192,7 +193,21 @@ def test_close_ends_the_wait_for_the_first_rank(ranks: Ranks) -> None:
         time.sleep(SHORT_S)
         assert not job.done()
         follower.close()
-        with pytest.raises(AFDError, match="called off a turn of attention engine 0"):
+        with pytest.raises(AFDError, match="take no more turns"):
+            job.result(TIMEOUT_S)
+    with pytest.raises(AFDError, match="take no more turns"):
+        take(follower, turn(), [])
+
+
+def test_a_rank_that_is_not_understood_is_the_reason(ranks: Ranks) -> None:
+    """And not a turn that was called off."""
+    follower = ranks.followers[0]
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(take, follower, turn(), [])
+        wait_until(lambda: ranks.leader._ready.total() == 1, "it is ready")
+        with ranks.leader._cond:
+            ranks.leader._outboxes[0].send(b"?")
+        with pytest.raises(AFDError, match="take no more turns"):
             job.result(TIMEOUT_S)
 
 
@@ -308,9 +323,13 @@ class Engines(Servers):
                     continue
             return port
 
-    def start_engine(self, index: int, instance: str) -> list[AFDAttention]:
+    def start_engine(
+        self, index: int, instance: str, **kwargs: Any
+    ) -> list[AFDAttention]:
         self.group.instance = instance
-        return [self.connect(self.failures, rank=2 * index + i) for i in range(2)]
+        return [
+            self.connect(self.failures, rank=2 * index + i, **kwargs) for i in range(2)
+        ]
 
     def run_engine(self, engine: list[AFDAttention], num_tokens: int) -> None:
         x = torch.rand(num_tokens, HIDDEN_SIZE)
@@ -357,6 +376,25 @@ def test_ranks_reduce_the_same_layers(engines: Engines) -> None:
         for rows in engine
         for layer in range(NUM_LAYERS)
     )
+
+
+@pytest.mark.parametrize("kind", ["profile", "warmup"])
+def test_an_answer_waits_for_the_other_rank_that_compiles(
+    engines: Engines, kind: str
+) -> None:
+    """It needs the input of both."""
+    for rank in engines.engines[0]:
+        rank.close()
+    early, late = engines.start_engine(0, "b", step_timeout_s=SHORT_S)
+    x = torch.rand(2, HIDDEN_SIZE)
+    for rank in (early, late):
+        rank.begin_step(kind, [2])
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(engines.run_model, early, x)
+        time.sleep(4 * SHORT_S)
+        engines.run_model(late, x)
+        assert torch.equal(answer.result(TIMEOUT_S), engines.expected(x))
+    assert not engines.failures.errors
 
 
 @pytest.mark.parametrize("sender", [0, 1])
