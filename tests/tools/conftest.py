@@ -229,8 +229,12 @@ _IDENTITY = {
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
+def _no_settings_of_this_machine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What this checkout has built may lie elsewhere.
+    kept = {"VLLM_AFD_CACHE"} if request.node.get_closest_marker("built") else set()
+    for name in os.environ.keys() - kept:
         if name.startswith(("GIT_", "VLLM_")):
             monkeypatch.delenv(name)
 
