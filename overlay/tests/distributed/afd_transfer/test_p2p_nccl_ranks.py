@@ -470,9 +470,8 @@ def test_a_rank_that_compiles_is_not_taken_for_a_hang(
     """Nor are those that wait for an answer that needs its input."""
     ranks = make_ranks(*counts, step_timeout_s=0.5)
     for rank in ranks.ranks:
-        begin_step = functools.partial(rank.attention.begin_step, "profile")
         rank.attention.begin_step = (  # type: ignore[method-assign]
-            lambda kind, tokens, begin_step=begin_step: begin_step(tokens)
+            lambda _, tokens, begin=rank.attention.begin_step: begin("profile", tokens)
         )
     late = ranks.ranks[1]
     model = late._model
@@ -527,7 +526,7 @@ def test_all_ranks_are_served_on_one_stream(
         gate.put()
         threading.Timer(0.2, gate.open).start()
         ffn.start_serving()
-    sizes = [MAX_TOKENS, *(s for s in (12, 8, 6, 4, 3, 2, 1) if s < MAX_TOKENS)]
+    sizes = [MAX_TOKENS, 12, 8, 6, 4, 3, 2, 1]
     assert warmed_up == [(n, rows, True) for rows in sizes for n in (0, 1)]
     done.wait(SOON_S)
     assert streams[0] is streams[1]
