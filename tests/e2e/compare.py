@@ -58,3 +58,23 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
             if str(token) not in both:
                 raise AssertionError(f"No logprob of the chosen token {token}.")
     return Difference(None, largest, at)
+
+
+def ambiguous(result: dict[str, Any]) -> list[tuple[int, int]]:
+    """(request, position) where within the tolerance another token could be the best.
+
+    Args:
+        result: As `difference` takes it, with two logprobs or more at each position.
+    """
+    return [
+        (request, position)
+        for request, rows in enumerate(result["logprobs"])
+        for position, row in enumerate(rows)
+        if gap(row) <= 2 * TOLERANCE
+    ]
+
+
+def gap(row: dict[Any, float]) -> float:
+    """Between the two best logprobs."""
+    best, second = sorted(row.values(), reverse=True)[:2]
+    return best - second

@@ -7,7 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from compare import difference
+from compare import ambiguous, difference
 from pairs import Pair
 from servers import Server
 
@@ -31,6 +31,7 @@ def traffic(server: Server) -> dict[str, Any]:
 def test_same_tokens_and_logprobs_over_http(pair: Pair) -> None:
     pair.dbo.watched_steps()
     expected, got = pair.both(traffic)
+    assert not ambiguous(expected)
     found = difference(expected, got)
     assert found.equal, found
     steps = pair.dbo.watched_steps()

@@ -16,7 +16,7 @@ BLOCK_SIZE = 32
 # Runs also what takes too long for every `make test`.
 FULL = os.environ.get("E2E_FULL") == "1"
 # Under these no model here has two best tokens that are as good as equal
-# (test_modes.py looks).
+# (test_engine.py looks).
 SHARED_SEEDS = (1, 2, 3, 4)
 
 

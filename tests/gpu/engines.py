@@ -124,7 +124,7 @@ BATCHES = _batches()
 # The batch that must betray that halves are put together in the wrong order.
 WRONG_ORDER = f"decode-{DECODE + 1}"
 # Under this no two best tokens are as good as equal.
-_SEED = 10
+_SEED = 1
 
 
 def specs(control: bool = False) -> dict[str, Any]:

@@ -123,3 +123,34 @@ def test_the_same_seed_gives_the_same_weights_and_a_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert chat == "user: hi\nassistant: "
+
+
+@pytest.mark.built
+@pytest.mark.parametrize("name", checkpoint.RECIPES)
+def test_the_token_alone_decides_on_its_experts(layout: Layout, name: str) -> None:
+    """Else two experts could be as good as equal, and rounding would decide."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint.ensure(layout, name, Path(sys.executable))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits: list[torch.Tensor] = []
+    for path, module in model.named_modules():
+        if path.endswith("mlp.gate"):
+            module.register_forward_pre_hook(
+                lambda gate, args: logits.append(
+                    (args[0].view(-1, args[0].shape[-1]) @ gate.weight.T).detach()
+                )
+            )
+    tokens = torch.randint(256, (1, 300), generator=torch.Generator().manual_seed(0))
+    model(tokens)
+    layers = model.config.num_hidden_layers
+    assert len(logits) == layers - (name == "tiny-deepseek-v2")
+    orders = [layer.argsort(-1) for layer in logits]
+    for layer, order in zip(logits, orders, strict=True):
+        assert layer.sort(-1).values.diff().min() > 0.05
+        # The two best of different tokens are different ones.
+        assert len(order[:, -2:].unique(dim=0)) > 40
+        for token in tokens.unique():
+            assert len(order[tokens[0] == token].unique(dim=0)) == 1
+    assert not all(torch.equal(order, orders[0]) for order in orders[1:])
