@@ -1,7 +1,7 @@
 """Makes tiny seeded MoE checkpoints to serve and to test with.
 
 The weights are random but wide enough apart that greedy tokens are well defined. Which
-experts a token goes to is well defined, too (`_route_by_token`): a random router would
+experts a token goes to is well defined, too (`route_by_token`): a random router would
 have some two experts that are as good as equal, and how a CPU rounds, or where a step
 is split, would decide between them.
 Torch and transformers come with the built environment, so the work is done by its
@@ -34,6 +34,8 @@ _FORMAT = 2
 # neighbouring experts have logits 0.1 to 3 apart then.
 _ROUTING_AMPLITUDE = 2.0
 _ROUTER_SCALE = 8.0
+# Of a bias of the experts' scores, which are 0.03 apart or more.
+_BIAS_SCALE = 0.02
 
 # Bytes that UTF-8 never uses stand for the begin and the end of a text.
 _BOS_BYTE, _EOS_BYTE = "þ", "ÿ"
@@ -193,19 +195,19 @@ def write(name: str, folder: Path) -> None:
         **recipe.config, bos_token_id=vocab[_BOS_BYTE], eos_token_id=vocab[_EOS_BYTE]
     )
     model = getattr(transformers, f"{recipe.model}ForCausalLM")(config)
-    with torch.no_grad():
-        _route_by_token(model)
+    route_by_token(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     _tokenizer(vocab).save_pretrained(folder)
 
 
-def _route_by_token(model: Any) -> None:
+def route_by_token(model: Any) -> None:
     """Have the token alone decide on its experts, by a wide margin.
 
     The last elements of the hidden state, one per expert, are written by the embedding
     and by no layer. There each token has evenly spaced levels in an order of its own,
     and each router takes them for its logits, in an order of its own. A norm scales all
     of them alike, so the order of a token's experts is never a matter of rounding.
+    Neither is that of groups of experts: those of a group have neighbouring levels.
 
     Args:
         model: A transformers model whose routers are named `mlp.gate`. Changed in
@@ -213,25 +215,39 @@ def _route_by_token(model: Any) -> None:
     """
     import torch
 
-    embedding = model.get_input_embeddings().weight
-    parameters = dict(model.named_parameters())
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     routers = [
-        weight
-        for name, weight in parameters.items()
-        if name.endswith("mlp.gate.weight")
+        tensor for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")
     ]
     experts = routers[0].shape[0]
+    groups = getattr(model.config, "n_group", None) or 1
     levels = torch.linspace(-_ROUTING_AMPLITUDE, _ROUTING_AMPLITUDE, experts)
-    for row in embedding:
-        row[-experts:] = levels[torch.randperm(experts)]
-    for router in routers:
-        router.zero_()
-        router[:, -experts:] = (
-            _ROUTER_SCALE * torch.eye(experts)[torch.randperm(experts)]
-        )
-    for name, weight in parameters.items():
-        if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
-            weight[..., -experts:, :] = 0
+    embedding = model.get_input_embeddings().weight
+    hidden = embedding.shape[1:]
+    with torch.no_grad():
+        for row in embedding:
+            row[-experts:] = levels[_grouped_permutation(experts, groups)]
+        for router in routers:
+            order = _grouped_permutation(experts, groups)
+            router.zero_()
+            router[:, -experts:] = _ROUTER_SCALE * torch.eye(experts)[order]
+        for name, tensor in tensors.items():
+            if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+                tensor[..., -experts:, :] = 0
+            elif name.endswith("norm.weight") and tensor.shape == hidden:
+                tensor[-experts:] = 1
+            elif name.endswith("e_score_correction_bias"):
+                tensor *= _BIAS_SCALE
+
+
+def _grouped_permutation(experts: int, groups: int) -> Any:
+    """Of groups of neighbours, and of those in each."""
+    import torch
+
+    if groups == 1:
+        return torch.randperm(experts)
+    rows = torch.arange(experts).view(groups, -1)[torch.randperm(groups)]
+    return torch.cat([row[torch.randperm(len(row))] for row in rows])
 
 
 def _byte_vocab() -> dict[str, int]:

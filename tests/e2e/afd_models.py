@@ -2,7 +2,8 @@
 
 The checkpoints are those of the series' own tests, so that there is one list: seeded,
 fp32, a few MiB each, without tokenizer files. They are made once and kept in
-`build/models`.
+`build/models`. With MLA, whose rounding is coarse, the token decides on its experts
+(`tools.checkpoint.route_by_token`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tools import checkpoint
 from tools.layout import Layout
 
 _RECIPES = Path("tests/model_executor/afd/tiny_models.py")
 _TIMEOUT_S = 300
 _STAMP = "afd-recipe"
-_MAKE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from pathlib import Path; from tiny_models import make_tiny_model; "
-    "make_tiny_model(sys.argv[2], Path(sys.argv[3]))"
-)
+_MAKE = """
+import sys
+from pathlib import Path
+tests, architecture, folder, route = sys.argv[1:]
+sys.path[:0] = [tests, "."]
+from tiny_models import make_tiny_model
+make_tiny_model(architecture, Path(folder))
+if route == "True":
+    import torch, transformers
+    from tools.checkpoint import route_by_token
+    model = getattr(transformers, architecture).from_pretrained(folder)
+    torch.manual_seed(2)
+    route_by_token(model)
+    model.save_pretrained(folder)
+"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,10 @@ def ensure(
         tree: Patched tree; `build/vllm` unless given.
     """
     recipes = (tree or layout.build / "vllm") / _RECIPES
-    stamp = hashlib.sha256(recipes.read_bytes()).hexdigest()
+    sources = [recipes, Path(checkpoint.__file__), Path(__file__)]
+    facts = b"".join(source.read_bytes() for source in sources)
+    stamp = hashlib.sha256(facts).hexdigest()
+    route = any(each.architecture == architecture and each.mla for each in AFD_MODELS)
     folder = layout.build / "models" / f"afd-{architecture}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock"), timeout=_TIMEOUT_S):
@@ -95,7 +110,8 @@ def ensure(
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run(
-            [python, "-c", _MAKE, str(recipes.parent), architecture, str(folder)],
+            [python, "-c", _MAKE, recipes.parent, architecture, folder, str(route)],
+            cwd=Path(checkpoint.__file__).parent.parent,
             check=True,
             timeout=_TIMEOUT_S,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
