@@ -381,6 +381,23 @@ def test_accepted(make_config, name: str):
     assert settings(vllm_config) == before
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a check of the CPU worker")
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_ffn_reserves_no_memory_for_a_kv_cache(
+    make_config, role: AFDRole, monkeypatch: pytest.MonkeyPatch
+):
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    # All of it: more than is free anywhere.
+    vllm_config = make_config(afd_config={"afd_role": role}, gpu_memory_utilization=1.0)
+    if role == "attention":
+        with pytest.raises(ValueError, match="--gpu-memory-utilization"):
+            CPUWorker(vllm_config, 0, 0, "")
+    else:
+        CPUWorker(vllm_config, 0, 0, "")
+
+
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor_parallel": (
         {"tensor_parallel_size": 2},

@@ -62,7 +62,7 @@ class AFDConfig:
     gate_placement: AFDGatePlacement = "auto"
     """The role that routes tokens to experts. 'auto': FFN where the model hands its
     gate to the MoE layer, else attention, which then sends router logits too.
-    'attention': always attention. 'ffn': a model for which that is not possible is
+    'attention' and 'ffn': always there; a model for which that is not possible is
     refused."""
 
     connect_timeout_s: float = Field(default=600, gt=0, le=1e9, allow_inf_nan=False)
@@ -187,6 +187,8 @@ def apply_afd_config(vllm_config: "VllmConfig") -> None:
         # It holds no KV cache, so the coordinator would have no group to manage.
         logger.info_once("The AFD FFN role has no KV cache: prefix caching is off.")
         vllm_config.cache_config.enable_prefix_caching = False
+    # Else a CPU worker would only start where it could reserve most of the memory.
+    vllm_config.cache_config.kv_cache_memory_bytes = 0
     if vllm_config.model_config is not None:
         # It takes no requests.
         vllm_config.model_config.skip_tokenizer_init = True

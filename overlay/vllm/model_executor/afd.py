@@ -147,6 +147,9 @@ def describe_moe_layers(
 _UNSHARED_KEYS = ("_name_or_path", "transformers_version", "_commit_hash")
 # Of what is longer, a digest has to do.
 _MAX_FACT_LENGTH = 80
+# Weights of which a few values are compared, and how many values.
+_NUM_SAMPLES = 64
+_SAMPLE_SIZE = 16
 
 
 def model_facts(vllm_config: "VllmConfig") -> dict[str, str]:
@@ -154,7 +157,7 @@ def model_facts(vllm_config: "VllmConfig") -> dict[str, str]:
 
     Covers the model's config without paths and versions, quantization and, where the
     checkpoint is on this host as safetensors, the names, types and shapes of its
-    weights.
+    weights and a few values of some of them.
     """
     model_config = vllm_config.model_config
 
@@ -189,7 +192,11 @@ def model_facts(vllm_config: "VllmConfig") -> dict[str, str]:
 
 
 def _checkpoint_weights(vllm_config: "VllmConfig") -> dict[str, Any] | None:
-    """Type and shape of each weight in local safetensors files, None without any."""
+    """Type and shape of each weight in local safetensors files, None without any.
+
+    Also the first values of some of them, as models that were trained from the same
+    one differ in nothing else.
+    """
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     folder = Path(model_config.model)
     if not folder.is_dir():
@@ -209,13 +216,22 @@ def _checkpoint_weights(vllm_config: "VllmConfig") -> dict[str, Any] | None:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
-    weights: dict[str, Any] = {}
+    weights: dict[str, list[Any]] = {}
+    paths: dict[str, Path] = {}
     for name in files:
         if (folder / name).is_file():
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118
                     part = file.get_slice(key)
-                    weights[key] = (part.get_dtype(), part.get_shape())
+                    weights[key] = [part.get_dtype(), part.get_shape()]
+                    paths[key] = folder / name
+    for key in sorted(weights)[:: max(len(weights) // _NUM_SAMPLES, 1)]:
+        num_dims = len(weights[key][1])
+        if num_dims > 0:
+            first = (slice(1),) * (num_dims - 1) + (slice(_SAMPLE_SIZE),)
+            with safe_open(paths[key], framework="pt") as file:
+                values = file.get_slice(key)[first].contiguous()
+            weights[key].append(values.view(torch.uint8).flatten().tolist())
     return weights or None
 
 

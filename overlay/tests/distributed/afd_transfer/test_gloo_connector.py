@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 
+import datetime
 import functools
 import gc
 import os
@@ -214,6 +215,36 @@ def test_done_if_it_is_too_late():
             handle.wait()
 
 
+class PunctualFence:
+    """One that never comes, and whose wait ends as early as gloo's may: it counts
+    whole milliseconds."""
+
+    def __init__(self, connector: GlooAFDConnector):
+        self._fence = connector._lanes[0].fence
+        connector._lanes[0].fence = self  # type: ignore[assignment]
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        end = time.monotonic() + timeout // datetime.timedelta(milliseconds=1) / 1000
+        while time.monotonic() < end:
+            pass
+        raise RuntimeError("Timed out waiting for recv operation to complete")
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_the_limit_is_named_though_gloo_counts_whole_milliseconds(role):
+    config = make_config(step_timeout_s=0.0509)
+    with connected_pair(LAYOUT, config) as (attention, ffn):
+        if role == "attention":
+            wait = attention.submit(TRANSFER, *make_input(LAYOUT, TRANSFER)).wait
+            PunctualFence(attention)
+        else:
+            ffn.post_recv(TRANSFER)
+            wait = functools.partial(ffn.recv, TRANSFER)
+            PunctualFence(ffn)
+        with pytest.raises(AFDPeerError, match=r"within step_timeout_s=0\.0509"):
+            wait()
+
+
 class SlowGroup:
     """A group of a process that does not run between a frame and its fence."""
 
@@ -296,6 +327,8 @@ def test_a_fence_that_never_comes(ended_by):
             attention.submit(again, *make_input(LAYOUT, again))
         assert time.monotonic() - start < 3
         assert (raised.value is error) == (ended_by == "abort")
+        if ended_by == "timeout":
+            assert "not complete within step_timeout_s=1" in str(raised.value)
 
 
 def test_a_peer_that_compiles_has_more_time():

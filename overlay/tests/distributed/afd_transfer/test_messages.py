@@ -385,10 +385,13 @@ def test_what_has_come_is_seen_though_the_time_is_over(channels):
 
 
 @pytest.fixture
-def stall(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
+def stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[int, float], threading.Event]:
     """Let the nth poll from now on see nothing for a while, as all of a host does
-    that is suspended."""
+    that is suspended. The event is set when that is over."""
     countdown, seconds = -1, 0.0
+    over = threading.Event()
     poll = select.poll
 
     class StallingPoll:
@@ -401,14 +404,16 @@ def stall(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
             countdown -= 1
             if countdown == 0:
                 time.sleep(seconds)
+                over.set()
                 return []
             return self._poll.poll(timeout)
 
     monkeypatch.setattr(messages.select, "poll", StallingPoll)
 
-    def stall(nth: int, for_s: float) -> None:
+    def stall(nth: int, for_s: float) -> threading.Event:
         nonlocal countdown, seconds
         countdown, seconds = nth, for_s
+        return over
 
     return stall
 
@@ -416,10 +421,11 @@ def stall(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_host_that_was_suspended_gives_the_peer_more_time(channels, stall, nth):
     left, right = channels
-    stall(nth, 1.5)
-    received = background(right.recv, AFDHeartbeat, timeout_s=1)
+    over = stall(nth, 3.0)
+    received = background(right.recv, AFDHeartbeat, timeout_s=2)
     # The peer did not run either, and goes on a little later.
-    time.sleep(1.5 + (nth - 1) / 8 + 0.3)
+    assert over.wait(TIMEOUT_S)
+    time.sleep(0.3)
     left.send(AFDHeartbeat(), 1)
     assert received.result(TIMEOUT_S) == AFDHeartbeat()
 

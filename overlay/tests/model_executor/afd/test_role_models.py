@@ -281,11 +281,16 @@ def test_facts_tell_models_and_not_places_apart(roles, tiny_model, tmp_path):
     assert differences(tmp_path) == []
     assert differences(folder, load_format="safetensors") == []
     assert differences(folder, load_format="dummy") == ["load_format is dummy"]
+    weights = load_file(tmp_path / "model.safetensors")
+    trained = {k: 1.01 * v if "experts" in k else v for k, v in weights.items()}
+    save_file(trained, tmp_path / "model.safetensors", {"format": "pt"})
+    assert differences(tmp_path) == ["weights"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert differences(tmp_path) == []
     config = json.loads((tmp_path / "config.json").read_text())
     config["rms_norm_eps"] *= 10
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differences(tmp_path) == ["config.rms_norm_eps"]
-    weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["lm_head.weight"].bfloat16()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert differences(tmp_path) == ["weights", "config.rms_norm_eps"]

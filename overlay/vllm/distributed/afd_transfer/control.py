@@ -350,8 +350,8 @@ class AFDControl:
         return None
 
     def _send(self, message: AFDMessage) -> None:
-        self.check()
         if self._ended:
+            self.check()
             raise AFDError(f"The session with {self.peer} is over.")
         try:
             self._channel.send(message, self._config.heartbeat_timeout_s)

@@ -16,6 +16,7 @@ What gloo does when something goes wrong shapes this file:
 
 import contextlib
 import datetime
+import math
 import secrets
 import threading
 import time
@@ -174,7 +175,7 @@ class GlooAFDConnector(AFDConnectorBase):
     ) -> None:
         super().__init__(vllm_config, role, layout, peer)
         self.step_timeout_s = self.afd_config.step_timeout_s
-        self._step_timeout = datetime.timedelta(seconds=self.step_timeout_s)
+        self._step_timeout = _timedelta(self.step_timeout_s)
         self._step_limit = f"step_timeout_s={self.step_timeout_s:g}"
         self._rank = _RANKS[role]
         self._group: ProcessGroupGloo | None = None
@@ -338,6 +339,7 @@ class GlooAFDConnector(AFDConnectorBase):
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor | None = None,
     ) -> None:
+        deadline = time.monotonic() + self.step_timeout_s
         try:
             # The slot is free: the peer has sent something since, so it has it all
             # (only the first frame of connect() may still be on its way).
@@ -351,10 +353,11 @@ class GlooAFDConnector(AFDConnectorBase):
                 self._start("send", self._no_bytes, _FENCE_TAG + lane.stage),
             ]
         except RuntimeError as e:
-            self._fail(e, "sending", transfer)
+            self._fail(e, "sending", transfer, self._last_was_late(deadline))
 
     def _post_recv(self, lane: _Lane, transfer: AFDTransfer) -> None:
         lane.incoming.clear(transfer)
+        deadline = time.monotonic() + self.step_timeout_s
         try:
             if lane.fence is not None:
                 # The last frame was complete before its fence came.
@@ -363,7 +366,7 @@ class GlooAFDConnector(AFDConnectorBase):
             lane.recv = self._start("recv", lane.incoming.buffer, lane.stage)
             lane.fence = self._start("recv", self._no_bytes, _FENCE_TAG + lane.stage)
         except RuntimeError as e:
-            self._fail(e, "expecting", transfer)
+            self._fail(e, "expecting", transfer, self._last_was_late(deadline))
         lane.expected = transfer
 
     def _wait(
@@ -375,7 +378,7 @@ class GlooAFDConnector(AFDConnectorBase):
         deadline = time.monotonic() + timeout_s
         try:
             if lane.fence is not None and not lane.incoming.arrived():
-                lane.fence.wait(datetime.timedelta(seconds=timeout_s))
+                lane.fence.wait(_timedelta(timeout_s))
                 lane.fence = None
             # The whole frame is here, so this cannot sleep within a part of it.
             lane.recv.wait(self._step_timeout)
@@ -390,6 +393,13 @@ class GlooAFDConnector(AFDConnectorBase):
             self._fail(e, "waiting for", transfer)
         lane.received = transfer
         return views
+
+    def _last_was_late(self, deadline: float) -> str | None:
+        """Say so if it is what a wait for the end of the last message ended with."""
+        if time.monotonic() < deadline:
+            return None
+        limit = f"step_timeout_s={self.step_timeout_s:g}"
+        return f"the last message was not complete within {limit}"
 
     def _start(
         self, operation: Literal["send", "recv"], data: torch.Tensor, tag: int
@@ -447,11 +457,16 @@ class GlooAFDConnector(AFDConnectorBase):
         self._group = None
 
 
+def _timedelta(seconds: float) -> datetime.timedelta:
+    # gloo drops what is less than a millisecond, and would be done before the time.
+    return datetime.timedelta(milliseconds=math.ceil(seconds * 1000))
+
+
 def _gloo_options(local_address: str, timeout_s: float) -> ProcessGroupGloo._Options:
     """Listen on one address only. The timeout is that of connecting."""
     options = ProcessGroupGloo._Options()
     options._threads = 1
-    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._timeout = _timedelta(timeout_s)
     options._devices = [
         ProcessGroupGloo.create_device(hostname=local_address, lazy_init=False)
     ]
