@@ -48,7 +48,7 @@ test-each:
 port port-test:
 	@$(TOOLS) $@ "$(BASE)" $(ARGS)
 
-# Kills and stops each process of both AFD roles: about a minute for each of 40 faults.
+# Kills and stops each process of both AFD roles: about a minute for each of 56 cases.
 test-faults:
 	@$(PYTHON) tools/bootstrap.py && .venv/bin/python -m tools build && \
 		E2E_FAULTS=1 exec .venv/bin/python -m pytest tests/e2e/test_afd_faults.py $(ARGS)

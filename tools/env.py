@@ -25,6 +25,8 @@ DEVICES = ("cpu", "cuda")
 # What setup.py of vLLM calls the platform in the version's local part. "cpu" there
 # is what makes vLLM run on the CPU of a machine that also has a GPU.
 _LOCAL_PART = {"cpu": "cpu", "cuda": "precompiled"}
+# Of VLLM_CPU_OMP_THREADS_BIND: threads run on any core.
+_UNBOUND = "nobind"
 
 
 def serve_env(
@@ -60,11 +62,12 @@ def serve_env(
             # Model Runner V2 has its kernels in Triton only.
             "TRITON_INTERPRET": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": cores or "nobind",
+            "VLLM_CPU_OMP_THREADS_BIND": cores or _UNBOUND,
             # Idle OpenMP threads that spin take the core from those that work.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
-        if not cores:
+        if environ.get("VLLM_CPU_OMP_THREADS_BIND", cores or _UNBOUND) == _UNBOUND:
+            # Else each process would compute on as many threads as there are cores.
             wanted["OMP_NUM_THREADS"] = str(omp_threads)
     return {name: environ.get(name, value) for name, value in wanted.items()}
 

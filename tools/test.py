@@ -394,6 +394,11 @@ def _count(report: Path, result: Result) -> None:
         result.passed += total - failures - errors - skipped
 
 
+def _ran(result: Result) -> int:
+    """How many tests it had."""
+    return result.passed + result.failed + result.skipped
+
+
 def _shown(layout: Layout, command: Sequence[str]) -> str:
     return " ".join(
         layout.relative(Path(word)) if word.startswith("/") else word
@@ -451,5 +456,11 @@ def command(
     """
     results = run_stages(layout, choose(names, fast, each), keyword)
     print(summary(results), flush=True)
+    if keyword and not any(map(_ran, results)):
+        raise WorkshopError(
+            f"-k {keyword!r} matches no test of what was run.",
+            f"Stages: {', '.join(result.stage for result in results)}.",
+            "Give another word, or another --stage.",
+        )
     if not all(result.ok for result in results):
         raise click.exceptions.Exit(1)

@@ -59,6 +59,18 @@ def test_cores_decide_the_number_of_threads(bare: Layout) -> None:
     assert "OMP_NUM_THREADS" not in env
 
 
+@pytest.mark.parametrize("cores", [None, "0,1"])
+def test_a_user_who_binds_to_none_gets_one_thread(
+    bare: Layout, cores: str | None
+) -> None:
+    """As two engines would else have as many threads each as there are cores."""
+    mine = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = serve_env(bare, cores=cores, environ=mine)
+    assert env["OMP_NUM_THREADS"] == "1"
+    mine = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    assert "OMP_NUM_THREADS" not in serve_env(bare, cores=cores, environ=mine)
+
+
 def test_values_of_the_user_take_precedence(bare: Layout) -> None:
     mine = {"VLLM_CPU_KVCACHE_SPACE": "40", "HF_HUB_OFFLINE": "0", "OTHER": "x"}
     env = serve_env(bare, kv_cache_gib=2, offline=True, environ=mine)

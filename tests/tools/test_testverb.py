@@ -22,6 +22,7 @@ from tools.layout import Layout
 from tools.supervise import session_members, supervise
 from tools.test import (
     STAGES,
+    Result,
     Stage,
     Task,
     choose,
@@ -141,6 +142,20 @@ def test_counts_come_from_pytest(layout: Layout) -> None:
     assert run_stage(layout, made, "nothing").ok
     tests.write_text("")
     assert "found no test" in run_stage(layout, made).problems[0]
+
+
+@pytest.mark.parametrize(("passed", "code"), [(0, 1), (1, 0)])
+def test_a_word_that_matches_no_test_at_all_is_an_error(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, passed: int, code: int
+) -> None:
+    done = [Result("tools"), Result("upstream", passed=passed)]
+    monkeypatch.setattr(verb, "run_stages", lambda *_: done)
+    ran = CliRunner().invoke(verb.command, ["-k", "nothing"], obj=layout)
+    assert ran.exit_code == code
+    if code:
+        assert isinstance(ran.exception, WorkshopError)
+        assert "-k 'nothing' matches no test" in ran.exception.what
+        assert "tools, upstream" in ran.exception.why
 
 
 def side_by_side(layout: Layout, *scripts: str) -> Stage:
