@@ -244,8 +244,6 @@ def _grouped_permutation(experts: int, groups: int) -> Any:
     """Of groups of neighbours, and of those in each."""
     import torch
 
-    if groups == 1:
-        return torch.randperm(experts)
     rows = torch.arange(experts).view(groups, -1)[torch.randperm(groups)]
     return torch.cat([row[torch.randperm(len(row))] for row in rows])
 

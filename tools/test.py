@@ -103,6 +103,11 @@ class Result:
     def ok(self) -> bool:
         return not self.problems
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tests that passed, failed and were skipped."""
+        return self.passed, self.failed, self.skipped
+
 
 def _own(layout: Layout, name: str, timeout: float, *words: str) -> Task:
     """A module run by the workshop's own interpreter in the checkout."""
@@ -394,11 +399,6 @@ def _count(report: Path, result: Result) -> None:
         result.passed += total - failures - errors - skipped
 
 
-def _ran(result: Result) -> int:
-    """How many tests it had."""
-    return result.passed + result.failed + result.skipped
-
-
 def _shown(layout: Layout, command: Sequence[str]) -> str:
     return " ".join(
         layout.relative(Path(word)) if word.startswith("/") else word
@@ -414,7 +414,7 @@ def _time(result: Result) -> str:
 def summary(results: Sequence[Result]) -> str:
     lines = ["", "stage     result   passed  failed  skipped  time"]
     for result in results:
-        counts = [result.passed, result.failed, result.skipped]
+        counts = result.counts
         shown = [str(count) if any(counts) else "-" for count in counts]
         lines.append(
             f"{result.stage:<9} {'ok' if result.ok else 'FAILED':<6} "
@@ -456,7 +456,7 @@ def command(
     """
     results = run_stages(layout, choose(names, fast, each), keyword)
     print(summary(results), flush=True)
-    if keyword and not any(map(_ran, results)):
+    if keyword and not any(any(result.counts) for result in results):
         raise WorkshopError(
             f"-k {keyword!r} matches no test of what was run.",
             f"Stages: {', '.join(result.stage for result in results)}.",
